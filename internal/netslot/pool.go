@@ -1,0 +1,182 @@
+package netslot
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"log/slog"
+	"math/rand/v2"
+	"os"
+	"strconv"
+	"sync"
+	"time"
+
+	"github.com/kernflux/opendsec/internal/backend"
+)
+
+// settle is how long after the last Acquire the pool is filled again, so that
+// a burst of creations has the machine for itself.
+const settle = 50 * time.Millisecond
+
+// retry is how long the pool waits after it failed to make a slot.
+const retry = time.Second
+
+// Pool keeps some slots ready.
+type Pool struct {
+	log    *slog.Logger
+	prefix string
+	ready  chan backend.Slot
+	taken  chan struct{} // holds one when a slot was taken since the last fill
+
+	mu       sync.Mutex
+	next     uint64         // number of the next name to try
+	closed   bool           // Run has ended: nobody waits for removals any more
+	removals sync.WaitGroup // Add only with mu held and closed false
+}
+
+// NewPool returns a pool of up to size ready slots, named prefix and a number.
+// It makes none before Run.
+func NewPool(log *slog.Logger, prefix string, size int) *Pool {
+	return &Pool{
+		log:    log,
+		prefix: prefix,
+		ready:  make(chan backend.Slot, max(size, 0)),
+		taken:  make(chan struct{}, 1),
+		// By chance, so that a name of an earlier run, which somebody may still
+		// want to remove, does not come again.
+		next: uint64(rand.Uint32()),
+	}
+}
+
+// Run keeps the pool full until ctx is done. Then it removes the slots that
+// nobody took and waits for the removals that Release began.
+func (p *Pool) Run(ctx context.Context) error {
+	for ctx.Err() == nil {
+		if err := p.fill(ctx); err != nil {
+			p.log.Error("cannot make a network slot ahead", "error", err)
+			wait(ctx, retry)
+			continue
+		}
+		select {
+		case <-ctx.Done():
+		case <-p.taken:
+			p.quiet(ctx)
+		}
+	}
+	p.drain()
+	return nil
+}
+
+// fill makes slots until the pool is full or somebody takes one.
+func (p *Pool) fill(ctx context.Context) error {
+	for len(p.ready) < cap(p.ready) && ctx.Err() == nil && len(p.taken) == 0 {
+		slot, err := p.create(ctx)
+		if err != nil {
+			return err
+		}
+		p.ready <- slot // only this goroutine sends, so there is room
+	}
+	return nil
+}
+
+// quiet returns when no slot was taken for a while.
+func (p *Pool) quiet(ctx context.Context) {
+	timer := time.NewTimer(settle)
+	defer timer.Stop()
+	for {
+		select {
+		case <-ctx.Done():
+			return
+		case <-p.taken:
+			timer.Reset(settle)
+		case <-timer.C:
+			return
+		}
+	}
+}
+
+// drain removes what is left. Later calls of Release remove at once.
+func (p *Pool) drain() {
+	for more := true; more; {
+		select {
+		case slot := <-p.ready:
+			p.remove(slot.Name)
+		default:
+			more = false
+		}
+	}
+	p.mu.Lock()
+	p.closed = true
+	p.mu.Unlock()
+	p.removals.Wait()
+}
+
+// Acquire returns a ready slot, or makes one.
+func (p *Pool) Acquire(ctx context.Context) (backend.Slot, error) {
+	if err := ctx.Err(); err != nil {
+		return backend.Slot{}, err
+	}
+	select {
+	case slot := <-p.ready:
+		select {
+		case p.taken <- struct{}{}:
+		default:
+		}
+		return slot, nil
+	default:
+		return p.create(ctx)
+	}
+}
+
+// Release removes a slot in the background, which takes 10 to 30 ms. Run waits
+// for that before it returns; after Run has ended Release itself waits.
+func (p *Pool) Release(slot backend.Slot) {
+	p.mu.Lock()
+	closed := p.closed
+	if !closed {
+		p.removals.Add(1)
+	}
+	p.mu.Unlock()
+	if closed {
+		p.remove(slot.Name)
+		return
+	}
+	go func() {
+		defer p.removals.Done()
+		p.remove(slot.Name)
+	}()
+}
+
+func (p *Pool) remove(name string) {
+	if err := Remove(name); err != nil {
+		p.log.Error("cannot remove a network slot", "slot", name, "error", err)
+	}
+}
+
+// create makes a slot under the next free name.
+func (p *Pool) create(ctx context.Context) (backend.Slot, error) {
+	for {
+		if err := ctx.Err(); err != nil {
+			return backend.Slot{}, err
+		}
+		p.mu.Lock()
+		n := p.next
+		p.next++
+		p.mu.Unlock()
+		slot, err := create(p.prefix + "-" + strconv.FormatUint(n, 36))
+		if errors.Is(err, os.ErrExist) {
+			continue
+		}
+		if err != nil {
+			return backend.Slot{}, fmt.Errorf("acquire a network slot: %w", err)
+		}
+		return slot, nil
+	}
+}
+
+func wait(ctx context.Context, d time.Duration) {
+	select {
+	case <-ctx.Done():
+	case <-time.After(d):
+	}
+}
