@@ -29,9 +29,10 @@ type Pool struct {
 	taken  chan struct{} // holds one when a slot was taken since the last fill
 
 	mu       sync.Mutex
-	next     uint64         // number of the next name to try
-	closed   bool           // Run has ended: nobody waits for removals any more
-	removals sync.WaitGroup // Add only with mu held and closed false
+	next     uint64          // number of the next name to try
+	held     map[string]bool // slots that are the pool's own: ready, being made or being removed
+	closed   bool            // Run has ended: nobody waits for removals any more
+	removals sync.WaitGroup  // Add only with mu held and closed false
 }
 
 // NewPool returns a pool of up to size ready slots, named prefix and a number.
@@ -42,6 +43,7 @@ func NewPool(log *slog.Logger, prefix string, size int) *Pool {
 		prefix: prefix,
 		ready:  make(chan backend.Slot, max(size, 0)),
 		taken:  make(chan struct{}, 1),
+		held:   map[string]bool{},
 		// By chance, so that a name of an earlier run, which somebody may still
 		// want to remove, does not come again.
 		next: uint64(rand.Uint32()),
@@ -122,9 +124,31 @@ func (p *Pool) Acquire(ctx context.Context) (backend.Slot, error) {
 		case p.taken <- struct{}{}:
 		default:
 		}
+		p.hold(slot.Name, false)
 		return slot, nil
 	default:
-		return p.create(ctx)
+		slot, err := p.create(ctx)
+		p.hold(slot.Name, false)
+		return slot, err
+	}
+}
+
+// Holds reports whether the pool itself has the slot of a name: ready, being
+// made or being removed. What is on the host and neither held nor a sandbox's
+// has been left behind.
+func (p *Pool) Holds(name string) bool {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	return p.held[name]
+}
+
+func (p *Pool) hold(name string, held bool) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	if held {
+		p.held[name] = true
+	} else {
+		delete(p.held, name)
 	}
 }
 
@@ -133,6 +157,7 @@ func (p *Pool) Acquire(ctx context.Context) (backend.Slot, error) {
 func (p *Pool) Release(slot backend.Slot) {
 	p.mu.Lock()
 	closed := p.closed
+	p.held[slot.Name] = true
 	if !closed {
 		p.removals.Add(1)
 	}
@@ -148,6 +173,7 @@ func (p *Pool) Release(slot backend.Slot) {
 }
 
 func (p *Pool) remove(name string) {
+	defer p.hold(name, false)
 	if err := Remove(name); err != nil {
 		p.log.Error("cannot remove a network slot", "slot", name, "error", err)
 	}
@@ -160,10 +186,14 @@ func (p *Pool) create(ctx context.Context) (backend.Slot, error) {
 			return backend.Slot{}, err
 		}
 		p.mu.Lock()
-		n := p.next
+		name := p.prefix + "-" + strconv.FormatUint(p.next, 36)
 		p.next++
+		p.held[name] = true
 		p.mu.Unlock()
-		slot, err := create(p.prefix + "-" + strconv.FormatUint(n, 36))
+		slot, err := create(name)
+		if err != nil {
+			p.hold(name, false)
+		}
 		if errors.Is(err, os.ErrExist) {
 			continue
 		}
