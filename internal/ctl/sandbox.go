@@ -1,0 +1,459 @@
+package ctl
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"os"
+	"strconv"
+	"strings"
+	"time"
+
+	"connectrpc.com/connect"
+	"github.com/spf13/cobra"
+	"golang.org/x/sync/errgroup"
+	"google.golang.org/protobuf/types/known/durationpb"
+
+	agentv1 "github.com/kernflux/opendsec/api/gen/agent/v1"
+	opendsecv1 "github.com/kernflux/opendsec/api/gen/opendsec/v1"
+	"github.com/kernflux/opendsec/api/gen/process"
+	"github.com/kernflux/opendsec/internal/fault"
+)
+
+func (a *App) sandboxCommand() *cobra.Command {
+	sandbox := &cobra.Command{Use: "sandbox", Short: "Make, use and stop sandboxes"}
+	sandbox.AddCommand(a.sandboxRunCommand(), a.sandboxListCommand(), a.sandboxShowCommand(), a.sandboxExecCommand(),
+		a.sandboxLogsCommand(), a.sandboxStopCommand())
+	return sandbox
+}
+
+func sandboxRow(s *opendsecv1.Sandbox) []string {
+	return []string{s.GetId(), word(s.GetState(), "STATE_"), s.GetSpec().GetBackend(), s.GetSpec().GetImage(),
+		s.GetProject(), s.GetNode(), age(s.GetCreatedAt()), s.GetEnd().GetReason()}
+}
+
+var sandboxHead = []string{"ID", "STATE", "BACKEND", "IMAGE", "PROJECT", "NODE", "AGE", "END"}
+
+func (a *App) printSandbox(s *opendsecv1.Sandbox) error {
+	spec := s.GetSpec()
+	end := ""
+	if s.GetEnd() != nil {
+		end = fmt.Sprintf("%s (%s): %s, at %s", s.GetEnd().GetReason(), strings.ToLower(word(s.GetEnd().GetDomain(), "DOMAIN_")), s.GetEnd().GetDetail(), stamp(s.GetEnd().GetTime()))
+	}
+	return a.fields(s, s.GetId(), [][2]string{
+		{"id", s.GetId()}, {"project", s.GetProject()}, {"caller", s.GetCaller()},
+		{"state", word(s.GetState(), "STATE_")}, {"end", end}, {"node", s.GetNode()}, {"backend", spec.GetBackend()},
+		{"image", spec.GetImage()}, {"digest", s.GetImageDigest()},
+		{"limits", fmt.Sprintf("%s cores, %s memory, %s disk, %d pids", cores(spec.GetCpuCoresLimit()), mib(spec.GetMemoryLimitMb()), mib(spec.GetDiskLimitMb()), spec.GetPidsLimit())},
+		{"idle", seconds(spec.GetTtlRunningStop(), word(spec.GetOnIdle(), "ON_IDLE_"))}, {"lifetime", seconds(spec.GetTtlLifetime(), "stop")},
+		{"labels", pairs(spec.GetLabels())}, {"created", stamp(s.GetCreatedAt())}, {"started", stamp(s.GetStartedAt())},
+		{"warnings", strings.Join(s.GetWarnings(), "; ")},
+	})
+}
+
+func seconds(d *durationpb.Duration, what string) string {
+	if d == nil {
+		return ""
+	}
+	return fmt.Sprintf("%s after %s", strings.ToLower(what), d.AsDuration())
+}
+
+func pairs(m map[string]string) string {
+	var parts []string
+	for k, v := range m {
+		parts = append(parts, k+"="+v)
+	}
+	return strings.Join(parts, " ")
+}
+
+// parsePairs reads "NAME=value" arguments of a flag.
+func parsePairs(flag string, args []string) (map[string]string, error) {
+	out := map[string]string{}
+	for _, s := range args {
+		k, v, ok := strings.Cut(s, "=")
+		if !ok || k == "" {
+			return nil, usage(fmt.Errorf("--%s %q: want NAME=VALUE", flag, s))
+		}
+		out[k] = v
+	}
+	return out, nil
+}
+
+// runFlags are the flags of sandbox run.
+type runFlags struct {
+	project, backend, user, workdir, hostname, name string
+	cpu                                             float64
+	memory, disk, pids                              int64
+	idle, lifetime                                  time.Duration
+	env, labels                                     []string
+	remove                                          bool
+}
+
+func (f *runFlags) spec(image string) (*opendsecv1.SandboxSpec, error) {
+	env, err := parsePairs("env", f.env)
+	if err != nil {
+		return nil, err
+	}
+	labels, err := parsePairs("label", f.labels)
+	if err != nil {
+		return nil, err
+	}
+	spec := &opendsecv1.SandboxSpec{
+		Image: image, Backend: f.backend, CpuCoresLimit: f.cpu, MemoryLimitMb: f.memory, DiskLimitMb: f.disk, PidsLimit: f.pids,
+		Env: env, Labels: labels, User: f.user, Workdir: f.workdir, Hostname: f.hostname,
+	}
+	if f.idle > 0 {
+		spec.TtlRunningStop = durationpb.New(f.idle)
+	}
+	if f.lifetime > 0 {
+		spec.TtlLifetime = durationpb.New(f.lifetime)
+	}
+	return spec, nil
+}
+
+func (a *App) sandboxRunCommand() *cobra.Command {
+	var f runFlags
+	c := &cobra.Command{
+		Use: "run IMAGE [-- COMMAND [ARG...]]", Short: "Make a sandbox, and run a command in it if one is given",
+		Long: `Make a sandbox and print its id. With a command, run it there, with its output and
+exit code as one's own; --rm stops the sandbox afterwards.`,
+		Args: cobra.MinimumNArgs(1),
+		RunE: a.with(func(c *cobra.Command, api *api, args []string) error {
+			project, err := a.project(f.project)
+			if err != nil {
+				return err
+			}
+			spec, err := f.spec(args[0])
+			if err != nil {
+				return err
+			}
+			res, err := api.sandboxes.CreateSandbox(c.Context(), connect.NewRequest(&opendsecv1.CreateSandboxRequest{Project: project, Spec: spec}))
+			if err != nil {
+				return err
+			}
+			sb := res.Msg.GetSandbox()
+			for _, w := range sb.GetWarnings() {
+				fmt.Fprintf(a.Stderr, "warning: %s\n", w)
+			}
+			if len(args) == 1 {
+				if a.output == "json" {
+					return a.printJSON(sb)
+				}
+				_, err := fmt.Fprintln(a.Stdout, sb.GetId())
+				return err
+			}
+			if !f.remove {
+				fmt.Fprintln(a.Stderr, sb.GetId())
+			}
+			err = a.exec(c.Context(), api, sb.GetId(), execRequest(args[1:], "", nil))
+			if f.remove {
+				ctx, cancel := context.WithTimeout(context.WithoutCancel(c.Context()), time.Minute)
+				defer cancel()
+				_, serr := api.sandboxes.StopSandbox(ctx, connect.NewRequest(&opendsecv1.StopSandboxRequest{Id: sb.GetId()}))
+				err = errors.Join(err, serr)
+			}
+			return err
+		}),
+	}
+	fl := c.Flags()
+	fl.StringVarP(&f.project, "project", "p", "", "project; OPENDSEC_PROJECT unless given")
+	fl.StringVar(&f.backend, "backend", "auto", "auto, gvisor, container or sim")
+	fl.Float64Var(&f.cpu, "cpu", 0, "cores (default 1)")
+	fl.Int64Var(&f.memory, "memory-mb", 0, "memory in MiB (default 512)")
+	fl.Int64Var(&f.disk, "disk-mb", 0, "what may be written, in MiB (default 10240)")
+	fl.Int64Var(&f.pids, "pids", 0, "processes and threads (default 1024)")
+	fl.DurationVar(&f.idle, "idle", 0, "stop when idle for so long, such as 10m; never unless given")
+	fl.DurationVar(&f.lifetime, "lifetime", 0, "stop after so long; never unless given")
+	fl.StringArrayVarP(&f.env, "env", "e", nil, "variable as NAME=VALUE (repeatable)")
+	fl.StringArrayVarP(&f.labels, "label", "l", nil, "label as NAME=VALUE (repeatable)")
+	fl.StringVarP(&f.user, "user", "u", "", "user of its processes; the image's unless given")
+	fl.StringVarP(&f.workdir, "workdir", "w", "", "directory of its processes; the image's unless given")
+	fl.StringVar(&f.hostname, "hostname", "", "host name; the sandbox's id unless given")
+	fl.BoolVar(&f.remove, "rm", false, "stop the sandbox when the command has ended")
+	return c
+}
+
+// listSandboxes fetches all pages.
+func listSandboxes(ctx context.Context, api *api, req *opendsecv1.ListSandboxesRequest) (*opendsecv1.ListSandboxesResponse, error) {
+	req.PageSize = 1000
+	all := &opendsecv1.ListSandboxesResponse{}
+	for {
+		res, err := api.sandboxes.ListSandboxes(ctx, connect.NewRequest(req))
+		if err != nil {
+			return nil, err
+		}
+		all.Sandboxes = append(all.Sandboxes, res.Msg.GetSandboxes()...)
+		if req.PageToken = res.Msg.GetNextPageToken(); req.PageToken == "" {
+			return all, nil
+		}
+	}
+}
+
+func (a *App) sandboxListCommand() *cobra.Command {
+	var project string
+	var labels []string
+	var ended bool
+	c := &cobra.Command{
+		Use: "list", Short: "List a project's sandboxes and those of the projects below it", Args: cobra.NoArgs,
+		RunE: a.with(func(c *cobra.Command, api *api, _ []string) error {
+			project, err := a.project(project)
+			if err != nil {
+				return err
+			}
+			wanted, err := parsePairs("label", labels)
+			if err != nil {
+				return err
+			}
+			all, err := listSandboxes(c.Context(), api, &opendsecv1.ListSandboxesRequest{Project: project, Labels: wanted, Ended: ended})
+			if err != nil {
+				return err
+			}
+			var rows [][]string
+			for _, s := range all.GetSandboxes() {
+				rows = append(rows, sandboxRow(s))
+			}
+			return a.print(list{all, sandboxHead, rows})
+		}),
+	}
+	c.Flags().StringVarP(&project, "project", "p", "", "project; OPENDSEC_PROJECT unless given")
+	c.Flags().StringArrayVarP(&labels, "label", "l", nil, "only with this label, as NAME=VALUE (repeatable)")
+	c.Flags().BoolVarP(&ended, "all", "a", false, "include ended ones")
+	return c
+}
+
+func (a *App) sandboxShowCommand() *cobra.Command {
+	return &cobra.Command{
+		Use: "show ID", Short: "Show a sandbox", Args: cobra.ExactArgs(1),
+		RunE: a.with(func(c *cobra.Command, api *api, args []string) error {
+			res, err := api.sandboxes.GetSandbox(c.Context(), connect.NewRequest(&opendsecv1.GetSandboxRequest{Id: args[0]}))
+			if err != nil {
+				return err
+			}
+			return a.printSandbox(res.Msg.GetSandbox())
+		}),
+	}
+}
+
+// stopAll stops sandboxes, eight at a time, and reports each failure.
+func stopAll(ctx context.Context, api *api, ids []string) error {
+	g := new(errgroup.Group)
+	g.SetLimit(8)
+	errs := make([]error, len(ids))
+	for i, id := range ids {
+		g.Go(func() error {
+			_, errs[i] = api.sandboxes.StopSandbox(ctx, connect.NewRequest(&opendsecv1.StopSandboxRequest{Id: id}))
+			return nil
+		})
+	}
+	_ = g.Wait() // the functions return nil; errs has what happened
+	return errors.Join(errs...)
+}
+
+func (a *App) sandboxStopCommand() *cobra.Command {
+	var all, yes bool
+	var project string
+	c := &cobra.Command{
+		Use: "stop ID...", Short: "End sandboxes and delete what belongs to them",
+		RunE: a.with(func(c *cobra.Command, api *api, args []string) error {
+			switch {
+			case all && len(args) > 0:
+				return usage(fmt.Errorf("give either ids or --all"))
+			case !all && len(args) == 0:
+				return usage(fmt.Errorf("which? give ids, or --all"))
+			case !all:
+				return stopAll(c.Context(), api, args)
+			}
+			project, err := a.project(project)
+			if err != nil {
+				return err
+			}
+			found, err := listSandboxes(c.Context(), api, &opendsecv1.ListSandboxesRequest{Project: project})
+			if err != nil {
+				return err
+			}
+			return a.stopFound(c.Context(), api, found, yes)
+		}),
+	}
+	c.Flags().BoolVar(&all, "all", false, "all of the project and of those below it")
+	c.Flags().BoolVar(&yes, "yes", false, "really stop all of them")
+	c.Flags().StringVarP(&project, "project", "p", "", "project for --all; OPENDSEC_PROJECT unless given")
+	return c
+}
+
+// stopFound stops what a search found, once that was confirmed.
+func (a *App) stopFound(ctx context.Context, api *api, found *opendsecv1.ListSandboxesResponse, yes bool) error {
+	var ids []string
+	for _, s := range found.GetSandboxes() {
+		ids = append(ids, s.GetId())
+	}
+	if !yes && len(ids) > 0 {
+		return usage(fmt.Errorf("this would stop %d sandboxes; say --yes to do it", len(ids)))
+	}
+	if err := stopAll(ctx, api, ids); err != nil {
+		return err
+	}
+	if !a.quiet {
+		fmt.Fprintf(a.Stdout, "stopped %d\n", len(ids))
+	}
+	return nil
+}
+
+// execRequest asks for a program with its arguments; a single word with
+// spaces in it is a line for the sandbox's shell.
+func execRequest(args []string, cwd string, env map[string]string) *process.StartRequest {
+	stdin := false
+	cfg := &process.ProcessConfig{Cmd: args[0], Args: args[1:], Envs: env}
+	if len(args) == 1 && strings.ContainsAny(args[0], " \t\n;|&") {
+		cfg.Cmd, cfg.Args = "", []string{"-c", args[0]}
+	}
+	if cwd != "" {
+		cfg.Cwd = &cwd
+	}
+	return &process.StartRequest{Process: cfg, Stdin: &stdin}
+}
+
+// exec runs a process with its output as ours; the error is its exit code.
+func (a *App) exec(ctx context.Context, api *api, id string, req *process.StartRequest) error {
+	stream, err := api.process(id).Start(ctx, connect.NewRequest(req))
+	if err != nil {
+		return err
+	}
+	defer stream.Close()
+	return a.follow(stream, id)
+}
+
+// follow prints a process's output to its end; the error is its exit code.
+func (a *App) follow(stream *connect.ServerStreamForClient[process.StartResponse], id string) error {
+	for stream.Receive() {
+		switch ev := stream.Msg().GetEvent().GetEvent().(type) {
+		case *process.ProcessEvent_Data:
+			if err := a.write(ev.Data.GetStdout(), ev.Data.GetStderr()); err != nil {
+				return err
+			}
+		case *process.ProcessEvent_End:
+			if ev.End.GetExited() {
+				return exit(int(ev.End.GetExitCode()))
+			}
+			fmt.Fprintf(a.Stderr, "opendsecctl: the command ended: %s\n", ev.End.GetStatus())
+			return exitStatus(128)
+		}
+	}
+	if err := stream.Err(); err != nil {
+		return err
+	}
+	return fault.New(fault.Unavailable, "the connection to sandbox %s ended before the command did; see whether it runs: opendsecctl sandbox show %s", id, id)
+}
+
+func (a *App) write(stdout, stderr []byte) error {
+	if _, err := a.Stdout.Write(stdout); err != nil {
+		return fmt.Errorf("write output: %w", err)
+	}
+	if _, err := a.Stderr.Write(stderr); err != nil {
+		return fmt.Errorf("write output: %w", err)
+	}
+	return nil
+}
+
+func exit(code int) error {
+	if code == 0 {
+		return nil
+	}
+	return exitStatus(code)
+}
+
+func (a *App) sandboxExecCommand() *cobra.Command {
+	var cwd, user string
+	var env []string
+	var input bool
+	c := &cobra.Command{
+		Use: "exec ID [--] COMMAND [ARG...]", Short: "Run a command in a sandbox, with its output and exit code as one's own",
+		Long: `Run a command in a sandbox. One argument with spaces in it is a line for the
+sandbox's shell; several are a program with its arguments.`,
+		Args: cobra.MinimumNArgs(2),
+		RunE: a.with(func(c *cobra.Command, api *api, args []string) error {
+			vars, err := parsePairs("env", env)
+			if err != nil {
+				return err
+			}
+			req := execRequest(args[1:], cwd, vars)
+			ctx, headers := connect.NewClientContext(c.Context())
+			if user != "" {
+				headers.RequestHeader().Set("Opendsec-User", user)
+			}
+			if !input {
+				return a.exec(ctx, api, args[0], req)
+			}
+			tag := "ctl-" + strconv.Itoa(os.Getpid()) + "-" + strconv.FormatInt(time.Now().UnixNano(), 36)
+			*req.Stdin, req.Tag = true, &tag
+			return a.execWithInput(ctx, api, args[0], req)
+		}),
+	}
+	c.Flags().SetInterspersed(false)
+	c.Flags().StringVarP(&cwd, "workdir", "w", "", "directory to run in")
+	c.Flags().StringVarP(&user, "user", "u", "", "user to run as")
+	c.Flags().StringArrayVarP(&env, "env", "e", nil, "variable as NAME=VALUE (repeatable)")
+	c.Flags().BoolVarP(&input, "stdin", "i", false, "pass standard input on")
+	return c
+}
+
+func (a *App) sandboxLogsCommand() *cobra.Command {
+	var follow bool
+	c := &cobra.Command{
+		Use: "logs ID PROCESS", Short: "Print the output of a background process, by its pid or id", Args: cobra.ExactArgs(2),
+		RunE: a.with(func(c *cobra.Command, api *api, args []string) error {
+			req := &agentv1.AttachRequest{NoFollow: !follow, Process: &agentv1.AttachRequest_Tag{Tag: args[1]}}
+			if pid, err := strconv.ParseUint(args[1], 10, 32); err == nil {
+				req.Process = &agentv1.AttachRequest_Pid{Pid: uint32(pid)}
+			}
+			stream, err := api.agent(args[0]).Attach(c.Context(), connect.NewRequest(req))
+			if err != nil {
+				return err
+			}
+			defer stream.Close()
+			for stream.Receive() {
+				if err := a.write(stream.Msg().GetStdout().GetData(), stream.Msg().GetStderr().GetData()); err != nil {
+					return err
+				}
+			}
+			return stream.Err()
+		}),
+	}
+	c.Flags().BoolVarP(&follow, "follow", "f", false, "go on until it ends")
+	return c
+}
+
+// execWithInput is exec with our standard input passed on.
+func (a *App) execWithInput(ctx context.Context, api *api, id string, req *process.StartRequest) error {
+	ctx, cancel := context.WithCancel(ctx)
+	defer cancel()
+	client := api.process(id)
+	stream, err := client.Start(ctx, connect.NewRequest(req))
+	if err != nil {
+		return err
+	}
+	defer stream.Close()
+	if !stream.Receive() {
+		return stream.Err()
+	}
+	who := &process.ProcessSelector{Selector: &process.ProcessSelector_Tag{Tag: req.GetTag()}}
+	go func() { // ends with the context, or with our input
+		buf := make([]byte, 32<<10)
+		for {
+			n, rerr := a.Stdin.Read(buf)
+			if n > 0 {
+				in := &process.ProcessInput{Input: &process.ProcessInput_Stdin{Stdin: buf[:n]}}
+				if _, err := client.SendInput(ctx, connect.NewRequest(&process.SendInputRequest{Process: who, Input: in})); err != nil {
+					return
+				}
+			}
+			if rerr != nil {
+				if rerr == io.EOF {
+					_, _ = client.CloseStdin(ctx, connect.NewRequest(&process.CloseStdinRequest{Process: who}))
+				}
+				return
+			}
+		}
+	}()
+	return a.follow(stream, id)
+}
