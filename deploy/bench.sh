@@ -1,0 +1,31 @@
+#!/usr/bin/env bash
+# Measures OpenDsec against the raw tools in one run: builds stock runsc from
+# the pinned module, starts an installation of its own in a temporary
+# directory, prints a table and writes bench.json. Arguments go to bench.py.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+export PATH="$PWD/bin:$PATH"
+
+deploy/tools.sh
+mkdir -p build
+go build -trimpath -o build/runsc gvisor.dev/gvisor/runsc
+
+dir=$(mktemp -d /var/tmp/opendsec-bench.XXXXXX)
+finish() {
+  code=$?
+  opendsec down --ops "$dir/ops" --remove-all >/dev/null 2>&1 || true
+  rm -rf "$dir"
+  exit $code
+}
+trap finish EXIT
+
+port=$((20000 + RANDOM % 10000))
+opendsec init --ops "$dir/ops" --state "$dir/state" --listen "127.0.0.1:$port" --programs "$PWD/bin"
+opendsec up --ops "$dir/ops" --detach
+# shellcheck disable=SC1091
+. "$dir/ops/env"
+opendsecctl -q image bootstrap debian root/py:debian
+opendsecctl -q image tag root/py:debian root/py:latest
+# shellcheck disable=SC1091
+. "$dir/ops/demo.env"
+.venv/bin/python test/bench/bench.py --runsc "$PWD/build/runsc" --state "$dir/state" --out bench.json "$@"
