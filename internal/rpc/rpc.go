@@ -74,13 +74,13 @@ func Bearer(h http.Header) (string, error) {
 // in it with the request's id and without what lies under it. Of an error
 // without a kind only the id is told; its text stays in the log.
 func Fault(ctx context.Context, err error) *fault.Error {
+	var kinded *fault.Error
 	var ce *connect.Error
-	if errors.As(err, &ce) {
+	if !errors.As(err, &kinded) && errors.As(err, &ce) {
 		err = fault.FromConnect(ce)
 	}
 	told := *fault.Of(err)
 	told.RequestID = RequestID(ctx)
-	var kinded *fault.Error
 	if !errors.As(err, &kinded) && told.Kind == fault.Internal {
 		told.Message = fmt.Sprintf("something failed on our side; the server's log has more under request id %s", told.RequestID)
 	}
