@@ -1,0 +1,1 @@
+// This file lets the package declare a function that is another package's.
