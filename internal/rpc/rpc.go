@@ -33,9 +33,13 @@ func RequestID(ctx context.Context) string {
 	return id
 }
 
-// WithRequestID gives a call the id that its header names, if that has the form of
-// one, or else a new one. Handlers that are no Connect service use it.
+// WithRequestID gives a call, unless it has one, the id that its header names
+// if that has the form of one, or else a new one. Handlers that are no Connect
+// service use it.
 func WithRequestID(ctx context.Context, h http.Header) context.Context {
+	if RequestID(ctx) != "" {
+		return ctx
+	}
 	id := h.Get(Header)
 	if !wellFormed(id) {
 		id = "req-" + strings.ToLower(rand.Text())[:16]

@@ -17,7 +17,6 @@ import (
 
 // Change is a transaction over projects, callers, grants and tokens.
 type Change struct {
-	db *DB
 	tx *sql.Tx
 }
 
@@ -26,7 +25,7 @@ type Change struct {
 // changed, and entry is recorded with the error's kind as its outcome.
 func (db *DB) Change(ctx context.Context, entry Audit, do func(*Change) error) error {
 	err := db.inTx(ctx, []int64{identity, admission}, func(tx *sql.Tx) error {
-		if err := do(&Change{db, tx}); err != nil {
+		if err := do(&Change{tx}); err != nil {
 			return err
 		}
 		entry.Outcome = "done"
@@ -230,8 +229,13 @@ func scanToken(row scanner) (Token, error) {
 
 // GetToken returns a token, also one that has ended; NotFound when there is
 // none.
-func (db *DB) GetToken(ctx context.Context, id string) (Token, error) {
-	t, err := scanToken(db.read.QueryRowContext(ctx, `SELECT `+tokenColumns+` FROM tokens WHERE id = $1`, id))
+func (db *DB) GetToken(ctx context.Context, id string) (Token, error) { return getToken(ctx, db.read, id) }
+
+// GetToken is DB.GetToken as the transaction sees it.
+func (c *Change) GetToken(ctx context.Context, id string) (Token, error) { return getToken(ctx, c.tx, id) }
+
+func getToken(ctx context.Context, q querier, id string) (Token, error) {
+	t, err := scanToken(q.QueryRowContext(ctx, `SELECT `+tokenColumns+` FROM tokens WHERE id = $1`, id))
 	if errors.Is(err, sql.ErrNoRows) {
 		return Token{}, noToken(id)
 	}
@@ -255,6 +259,17 @@ func (db *DB) ListTokens(ctx context.Context, caller string) ([]Token, error) {
 		return nil, fmt.Errorf("list the tokens of caller %s: %w", caller, err)
 	}
 	return all, nil
+}
+
+// CountTokens returns how many tokens of a caller hold at the time.
+func (c *Change) CountTokens(ctx context.Context, caller string, now time.Time) (int64, error) {
+	var n int64
+	err := c.tx.QueryRowContext(ctx, `SELECT COUNT(*) FROM tokens
+		WHERE caller = $1 AND revoked_at = 0 AND (expires_at = 0 OR expires_at > $2)`, caller, toDB(now)).Scan(&n)
+	if err != nil {
+		return 0, fmt.Errorf("count the tokens of caller %s: %w", caller, err)
+	}
+	return n, nil
 }
 
 // CreateToken records a token; NotFound when its caller does not exist.

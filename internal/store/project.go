@@ -49,6 +49,11 @@ func (db *DB) GetProject(ctx context.Context, path sandbox.Project) (Project, er
 	return getProject(ctx, db.read, path)
 }
 
+// GetProject is DB.GetProject as the transaction sees it.
+func (c *Change) GetProject(ctx context.Context, path sandbox.Project) (Project, error) {
+	return getProject(ctx, c.tx, path)
+}
+
 func getProject(ctx context.Context, q querier, path sandbox.Project) (Project, error) {
 	p, err := scanProject(q.QueryRowContext(ctx, `SELECT `+projectColumns+` FROM projects WHERE path = $1`, path))
 	if errors.Is(err, sql.ErrNoRows) {

@@ -50,7 +50,7 @@ func Parse(full string) (id, secret string, err error) {
 		return "", "", fault.New(fault.Unauthenticated, "this token is not whole: it has %d characters, one has %d; copy all of it", len(full), Len)
 	}
 	id, secret = rest[:idLen], rest[idLen+1:]
-	if !made(id, func(c byte) bool { return c >= '0' && c <= '9' || c >= 'a' && c <= 'z' }) || !made(secret, isAlnum) {
+	if !IsID(id) || !made(secret, isAlnum) {
 		return "", "", fault.New(fault.Unauthenticated, "this token has characters that no token has; copy it anew")
 	}
 	body := full[:len(full)-sumLen]
@@ -58,6 +58,11 @@ func Parse(full string) (id, secret string, err error) {
 		return "", "", fault.New(fault.Unauthenticated, "this token is mistyped: its checksum does not match; copy it anew")
 	}
 	return id, secret, nil
+}
+
+// IsID reports whether s has the form of a token's id.
+func IsID(s string) bool {
+	return len(s) == idLen && made(s, func(c byte) bool { return c >= '0' && c <= '9' || c >= 'a' && c <= 'z' })
 }
 
 // Check reports whether the secret is the one whose hash was kept. It takes
