@@ -1,0 +1,212 @@
+package container
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io/fs"
+	"os"
+	"path/filepath"
+	"slices"
+	"strconv"
+	"strings"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/kernflux/opendsec/internal/backend"
+	"github.com/kernflux/opendsec/internal/sandbox"
+)
+
+// Audit lists what containers left. Mounts are not looked for: they exist in
+// containers only, and so only with their processes.
+func (b *Backend) Audit(ctx context.Context, known []sandbox.ID) ([]backend.Leftover, error) {
+	expected := func(id sandbox.ID) bool {
+		b.mu.Lock()
+		defer b.mu.Unlock()
+		return b.trials[id] || slices.Contains(known, id)
+	}
+	var all []backend.Leftover
+	for _, look := range []func(func(sandbox.ID) bool) ([]backend.Leftover, error){
+		b.auditGroups, b.auditRecords, b.auditLoops, b.auditFiles,
+	} {
+		if err := ctx.Err(); err != nil {
+			return nil, err
+		}
+		found, err := look(expected)
+		if err != nil {
+			return nil, fmt.Errorf("look for what containers left: %w", err)
+		}
+		all = append(all, found...)
+	}
+	return all, nil
+}
+
+// auditGroups lists processes and then the groups that they are in.
+func (b *Backend) auditGroups(expected func(sandbox.ID) bool) ([]backend.Leftover, error) {
+	names, err := b.groups()
+	if err != nil {
+		return nil, err
+	}
+	mounts, err := hierarchies()
+	if err != nil {
+		return nil, err
+	}
+	var processes, groups []backend.Leftover
+	for _, name := range names {
+		id := sandbox.ID(strings.TrimPrefix(name, groupOf("")))
+		if expected(id) {
+			continue
+		}
+		groups = append(groups, backend.Leftover{Kind: backend.LeftoverCgroup, Name: b.prefix + "/" + name, ID: id})
+		pids := map[string]bool{}
+		for _, m := range mounts {
+			text, err := os.ReadFile(filepath.Join(m, b.prefix, name, "cgroup.procs"))
+			if err != nil {
+				continue // not there, or gone since
+			}
+			for _, pid := range strings.Fields(string(text)) {
+				if !pids[pid] {
+					pids[pid] = true
+					comm, _ := os.ReadFile("/proc/" + pid + "/comm")
+					processes = append(processes, backend.Leftover{
+						Kind: backend.LeftoverProcess, Name: pid, ID: id, Detail: strings.TrimSpace(string(comm)),
+					})
+				}
+			}
+		}
+	}
+	return append(processes, groups...), nil
+}
+
+func (b *Backend) auditRecords(expected func(sandbox.ID) bool) ([]backend.Leftover, error) {
+	var all []backend.Leftover
+	for _, name := range runtimes {
+		r := ociRuntime{name: name, root: filepath.Join(b.dir, name)}
+		ids, err := r.records()
+		if err != nil {
+			return nil, err
+		}
+		for _, id := range ids {
+			if !expected(sandbox.ID(id)) {
+				all = append(all, backend.Leftover{
+					Kind: backend.LeftoverContainer, Name: filepath.Join(r.root, id), ID: sandbox.ID(id), Detail: "a record of " + name,
+				})
+			}
+		}
+	}
+	return all, nil
+}
+
+// auditLoops lists loop devices whose file is in the state directory: a
+// sandbox's disk.ext4, or one of the pool's.
+func (b *Backend) auditLoops(expected func(sandbox.ID) bool) ([]backend.Leftover, error) {
+	devices, err := loopDevices()
+	if err != nil {
+		return nil, err
+	}
+	var all []backend.Leftover
+	for dev, file := range devices {
+		path := strings.TrimSuffix(file, " (deleted)")
+		if !strings.HasPrefix(path, b.state+"/") || filepath.Ext(path) != ".ext4" {
+			continue
+		}
+		l := backend.Leftover{Kind: backend.LeftoverLoop, Name: dev, Detail: file}
+		if id, err := sandbox.ParseID(filepath.Base(filepath.Dir(path))); err == nil {
+			l.ID = id
+		}
+		if path == file && (b.disks.holds(path) || l.ID != "" && expected(l.ID)) {
+			continue
+		}
+		all = append(all, l)
+	}
+	slices.SortFunc(all, func(x, y backend.Leftover) int { return strings.Compare(x.Name, y.Name) })
+	return all, nil
+}
+
+// auditFiles lists disks that a pool of before, or of another process that
+// does not live, made ahead, and trials of such a process.
+func (b *Backend) auditFiles(expected func(sandbox.ID) bool) ([]backend.Leftover, error) {
+	var all []backend.Leftover
+	stale, err := staleDisks(b.disks.templates.dir)
+	if err != nil {
+		return nil, err
+	}
+	trials, err := filepath.Glob(filepath.Join(b.dir, "trial-*"))
+	if err != nil {
+		return nil, err
+	}
+	for _, p := range trials {
+		if id := strings.TrimPrefix(filepath.Base(p), "trial-"); !expected(sandbox.ID(id)) {
+			stale = append(stale, p)
+		}
+	}
+	for _, p := range stale {
+		all = append(all, backend.Leftover{Kind: backend.LeftoverFile, Name: p, Detail: "a disk or trial of an earlier process"})
+	}
+	return all, nil
+}
+
+// Remove removes a thing that Audit listed.
+func (b *Backend) Remove(_ context.Context, l backend.Leftover) error {
+	switch l.Kind {
+	case backend.LeftoverProcess:
+		pid, err := strconv.Atoi(l.Name)
+		if err != nil || pid < 2 {
+			return fmt.Errorf("remove process %q: not a number of one", l.Name)
+		}
+		if err := b.inGroups(pid, l.ID); err != nil {
+			return nil // it ended, and its number may be another's now
+		}
+		if err := unix.Kill(pid, unix.SIGKILL); err != nil && err != unix.ESRCH {
+			return fmt.Errorf("kill process %d: %w", pid, err)
+		}
+		return nil
+	case backend.LeftoverCgroup:
+		name, ok := strings.CutPrefix(l.Name, b.prefix+"/"+groupOf(""))
+		if !ok || strings.Contains(name, "/") {
+			return fmt.Errorf("remove control group %q: not one of a container here", l.Name)
+		}
+		return b.removeGroups(groupOf(sandbox.ID(name)))
+	case backend.LeftoverLoop:
+		return detachLoop(l.Name)
+	case backend.LeftoverContainer, backend.LeftoverFile:
+		if !strings.HasPrefix(filepath.Clean(l.Name), b.dir+"/") {
+			return fmt.Errorf("remove %s %q: not in %s", l.Kind, l.Name, b.dir)
+		}
+		return os.RemoveAll(l.Name)
+	}
+	return fmt.Errorf("remove %s %q: containers leave none", l.Kind, l.Name)
+}
+
+// staleDisks returns the ready disks in dir of processes that do not live any
+// more, and what was being made of a template.
+func staleDisks(dir string) ([]string, error) {
+	found, err := filepath.Glob(filepath.Join(dir, "ready-*.ext4"))
+	if err != nil {
+		return nil, err
+	}
+	var stale []string
+	for _, p := range found {
+		f, err := os.Open(p)
+		if errors.Is(err, fs.ErrNotExist) {
+			continue
+		}
+		if err != nil {
+			return nil, err
+		}
+		if unix.Flock(int(f.Fd()), unix.LOCK_EX|unix.LOCK_NB) == nil {
+			stale = append(stale, p)
+		}
+		f.Close()
+	}
+	return stale, nil
+}
+
+// sweep removes the ready disks of processes that do not live any more.
+func sweep(dir string) error {
+	stale, err := staleDisks(dir)
+	for _, p := range stale {
+		err = errors.Join(err, os.Remove(p))
+	}
+	return err
+}

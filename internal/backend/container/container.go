@@ -1,0 +1,361 @@
+// Package container makes sandboxes that share the host's kernel: containers
+// of an OCI runtime, crun where it runs and runc elsewhere, with limits by
+// control groups and a disk of limited size. It isolates as Docker does, and no
+// better.
+//
+// A container is prepared on a stage, a thread with namespaces of its own, and
+// takes them over. So the host never sees its mounts, and when its last process
+// ends, or ours while it makes one, the kernel removes mounts, links and loop
+// device by itself. What remains to be removed is files and control groups.
+//
+// A runtime is used to start a container and for nothing else.
+package container
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"log/slog"
+	"os"
+	"path/filepath"
+	"sync"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/kernflux/opendsec/internal/backend"
+	"github.com/kernflux/opendsec/internal/netslot"
+	"github.com/kernflux/opendsec/internal/ocispec"
+	"github.com/kernflux/opendsec/internal/sandbox"
+)
+
+// Options configure the backend.
+type Options struct {
+	Log *slog.Logger
+	// StateDir is the edge's state directory, absolute. The backend's own files
+	// are in "container" below it, the sandboxes' directories anywhere else in it.
+	StateDir string
+	// Prefix begins the names of what is on the host; see backend.Prefix.
+	Prefix string
+	// Agent is what Probe runs.
+	Agent backend.Agent
+	// ReadyDisks is how many empty disks are kept ready, 4 when zero.
+	ReadyDisks int
+}
+
+// Backend makes containers.
+type Backend struct {
+	log    *slog.Logger
+	state  string // the edge's state directory
+	dir    string // our own
+	prefix string
+	agent  backend.Agent
+	disks  *diskPool
+	stop   context.CancelFunc // ends the pool
+
+	choice  sync.Mutex // held while a runtime is chosen
+	runtime *ociRuntime
+
+	mu     sync.Mutex // guards what is below
+	live   map[sandbox.ID]*instance
+	trials map[sandbox.ID]bool
+	watch  sync.WaitGroup
+}
+
+var (
+	_ backend.Backend = (*Backend)(nil)
+	_ backend.Auditor = (*Backend)(nil)
+)
+
+// Open returns the backend. It fails where containers cannot work for want of
+// a program or of rights; Probe says whether they do work.
+func Open(o Options) (*Backend, error) {
+	if !filepath.IsAbs(o.StateDir) {
+		return nil, fmt.Errorf("container backend: state directory %q is not absolute", o.StateDir)
+	}
+	mkfs, err := lookProgram("mkfs.ext4")
+	if err != nil {
+		return nil, fmt.Errorf("container backend: %w; apt-get install e2fsprogs", err)
+	}
+	dir := filepath.Join(o.StateDir, "container")
+	t := &templates{dir: filepath.Join(dir, "disks"), mkfs: mkfs, made: map[int64]string{}}
+	if err := os.MkdirAll(t.dir, 0o700); err != nil {
+		return nil, fmt.Errorf("container backend: %w", err)
+	}
+	if err := sweep(t.dir); err != nil {
+		return nil, fmt.Errorf("container backend: remove disks of before: %w", err)
+	}
+	ready := o.ReadyDisks
+	if ready == 0 {
+		ready = 4
+	}
+	ctx, stop := context.WithCancel(context.Background())
+	return &Backend{
+		log: o.Log, state: o.StateDir, dir: dir, prefix: o.Prefix, agent: o.Agent,
+		disks: newDiskPool(ctx, o.Log, t, ready), stop: stop,
+		live: map[sandbox.ID]*instance{}, trials: map[sandbox.ID]bool{},
+	}, nil
+}
+
+// Name returns sandbox.Container.
+func (b *Backend) Name() sandbox.Backend { return sandbox.Container }
+
+// Probe chooses a runtime by running a container with it, if none is chosen
+// yet.
+func (b *Backend) Probe(ctx context.Context) (backend.Features, error) {
+	_, err := b.chosen(ctx, b.agent)
+	return backend.Features{}, err
+}
+
+// Close ends the pool of disks and stops to watch the containers, which go on.
+func (b *Backend) Close() error {
+	b.stop()
+	<-b.disks.done
+	b.mu.Lock()
+	for _, i := range b.live {
+		i.process.fd.Close()
+	}
+	b.mu.Unlock()
+	b.watch.Wait()
+	b.removeParents()
+	return nil
+}
+
+// Create makes a container and starts it.
+func (b *Backend) Create(ctx context.Context, cfg backend.Config) (backend.Instance, error) {
+	r, err := b.chosen(ctx, cfg.Agent)
+	if err != nil {
+		return nil, err
+	}
+	i, err := b.create(ctx, r, cfg)
+	if err != nil {
+		return nil, fmt.Errorf("create container %s: %w", cfg.ID, err)
+	}
+	return i, nil
+}
+
+// record is what is in a Handle.
+type record struct {
+	ID       sandbox.ID   `json:"id"`
+	Process  identity     `json:"process"`
+	StateDir string       `json:"state_dir"`
+	Slot     backend.Slot `json:"slot"`
+}
+
+// Names in a sandbox's state directory.
+const (
+	rootDir    = "root" // where the root file system is mounted, on the stage
+	diskFile   = "disk.ext4"
+	configFile = "config.json"
+)
+
+func (b *Backend) create(ctx context.Context, r *ociRuntime, cfg backend.Config) (_ *instance, err error) {
+	// Making this directory claims the sandbox's: until then there is nothing
+	// of ours to undo.
+	if err := os.Mkdir(filepath.Join(cfg.StateDir, rootDir), 0o700); err != nil {
+		return nil, fmt.Errorf("use the state directory: %w", err)
+	}
+	made := record{ID: cfg.ID, StateDir: cfg.StateDir, Slot: cfg.Slot}
+	defer func() {
+		if err != nil {
+			err = errors.Join(err, b.remove(made))
+		}
+	}()
+	d, err := b.disks.take(ctx, cfg.Limits.DiskMB, filepath.Join(cfg.StateDir, diskFile))
+	if err != nil {
+		return nil, err
+	}
+	// The container has the disk by the end of this; without one the kernel
+	// frees it.
+	defer func() { err = errors.Join(err, d.release(), d.file.Close()) }()
+	pid := 0
+	err = onStage(func(s stage) error {
+		if err := s.mountRoot(cfg.Rootfs.Tree, d, cfg.StateDir); err != nil {
+			return err
+		}
+		if err := s.connect(cfg.Slot); err != nil {
+			return err
+		}
+		if err := b.writeSpec(s, cfg); err != nil {
+			return err
+		}
+		pid, err = r.run(ctx, s, string(cfg.ID), cfg.StateDir)
+		return err
+	})
+	if err != nil {
+		return nil, err
+	}
+	if made.Process, err = identify(pid); err != nil {
+		return nil, fmt.Errorf("the agent ended at once: %w", err)
+	}
+	return b.adopt(made)
+}
+
+// groupOf returns the name of a sandbox's control group below the prefix. The
+// prefix is shared with other backends, so the name says whose it is.
+func groupOf(id sandbox.ID) string { return "container-" + string(id) }
+
+// writeSpec writes the bundle's configuration.
+func (b *Backend) writeSpec(s stage, cfg backend.Config) error {
+	spec := ocispec.Build(ocispec.Options{
+		Hostname:    cfg.Hostname,
+		Root:        filepath.Join(cfg.StateDir, rootDir),
+		AgentDir:    cfg.Agent.Dir,
+		NetNS:       s.netns,
+		CgroupNS:    true,
+		CgroupsPath: filepath.Join("/", b.prefix, groupOf(cfg.ID)),
+		Limits:      cfg.Limits,
+		LimitSwap:   countsSwap(),
+	})
+	if err := ocispec.AddSeccomp(spec); err != nil {
+		return err
+	}
+	text, err := json.Marshal(spec)
+	if err != nil {
+		return fmt.Errorf("describe the container: %w", err)
+	}
+	if err := os.WriteFile(filepath.Join(cfg.StateDir, configFile), text, 0o600); err != nil {
+		return fmt.Errorf("describe the container: %w", err)
+	}
+	return nil
+}
+
+// adopt makes an instance of a container that runs, and watches it.
+func (b *Backend) adopt(made record) (*instance, error) {
+	data, err := json.Marshal(made)
+	if err != nil {
+		return nil, fmt.Errorf("describe the container for its recovery: %w", err)
+	}
+	p, err := openProcess(made.Process)
+	if err != nil {
+		return nil, err
+	}
+	i := &instance{
+		backend: b, record: made, process: p, done: make(chan struct{}),
+		handle: backend.Handle{Backend: sandbox.Container, Data: data},
+	}
+	b.mu.Lock()
+	b.live[made.ID] = i
+	b.watch.Add(1)
+	b.mu.Unlock()
+	go i.watch()
+	return i, nil
+}
+
+// Recover finds a container again.
+func (b *Backend) Recover(_ context.Context, h backend.Handle) (backend.Instance, error) {
+	var made record
+	if err := json.Unmarshal(h.Data, &made); err != nil {
+		return nil, fmt.Errorf("recover a container: read its handle: %w", err)
+	}
+	if _, err := sandbox.ParseID(string(made.ID)); err != nil || h.Backend != sandbox.Container || !filepath.IsAbs(made.StateDir) {
+		return nil, fmt.Errorf("recover a container: %s is not a handle of a container", h.Data)
+	}
+	i, err := b.adopt(made)
+	if errors.Is(err, backend.ErrGone) {
+		if rerr := b.remove(made); rerr != nil {
+			return nil, fmt.Errorf("recover container %s: %w", made.ID, errors.Join(err, rerr))
+		}
+	}
+	if err != nil {
+		return nil, fmt.Errorf("recover container %s: %w", made.ID, err)
+	}
+	return i, nil
+}
+
+// chosen returns the runtime that works here.
+func (b *Backend) chosen(ctx context.Context, agent backend.Agent) (*ociRuntime, error) {
+	b.choice.Lock()
+	defer b.choice.Unlock()
+	if b.runtime != nil {
+		return b.runtime, nil
+	}
+	found := findRuntimes(b.dir)
+	if len(found) == 0 {
+		return nil, errors.New("neither crun nor runc is installed: apt-get install runc")
+	}
+	var failed []error
+	for _, r := range found {
+		err := b.try(ctx, &r, agent)
+		if err == nil {
+			b.log.Info("chose a runtime for containers", "runtime", r.path)
+			b.runtime = &r
+			return b.runtime, nil
+		}
+		failed = append(failed, fmt.Errorf("%s does not work here: %w", r.name, err))
+	}
+	return nil, errors.Join(failed...)
+}
+
+// trialLimits bound the container that shows whether a runtime works.
+var trialLimits = sandbox.Limits{CPU: 1, MemoryMB: 128, DiskMB: 16, PIDs: 64}
+
+// try runs a container with nothing but the agent in it and sees that the agent
+// answers and is limited.
+func (b *Backend) try(ctx context.Context, r *ociRuntime, agent backend.Agent) (err error) {
+	id := sandbox.NewID()
+	b.setTrial(id, true)
+	defer b.setTrial(id, false)
+	dir := filepath.Join(b.dir, "trial-"+string(id))
+	tree := filepath.Join(dir, "tree")
+	state := filepath.Join(dir, string(id))
+	defer func() { err = errors.Join(err, os.RemoveAll(dir)) }()
+	for _, p := range []string{dir, tree, state} {
+		if err := os.Mkdir(p, 0o755); err != nil {
+			return fmt.Errorf("prepare a trial: %w", err)
+		}
+	}
+	i, err := b.create(ctx, r, backend.Config{
+		ID: id, Hostname: "trial", Limits: trialLimits, StateDir: state,
+		Rootfs: backend.Rootfs{Tree: tree}, Agent: agent,
+	})
+	if err != nil {
+		return err
+	}
+	defer func() { err = errors.Join(err, i.Destroy(context.WithoutCancel(ctx))) }()
+	if err := b.inGroups(i.process.PID, id); err != nil {
+		return err
+	}
+	return i.answers(ctx)
+}
+
+func (b *Backend) setTrial(id sandbox.ID, running bool) {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	if running {
+		b.trials[id] = true
+	} else {
+		delete(b.trials, id)
+	}
+}
+
+// answers returns when the agent accepts connections on the loopback of a
+// container that has no slot, and an error when the container ends first.
+func (i *instance) answers(ctx context.Context) error {
+	ctx, cancel := context.WithCancelCause(ctx)
+	defer cancel(nil)
+	go func() {
+		select {
+		case <-i.done:
+			cancel(errors.New("the agent ended at once"))
+		case <-ctx.Done():
+		}
+	}()
+	inside := backend.Slot{
+		Name:      "of the container itself",
+		NetNS:     fmt.Sprintf("/proc/%d/ns/net", i.process.PID),
+		GuestAddr: "127.0.0.1/8",
+	}
+	for {
+		conn, err := netslot.Dial(ctx, inside, backend.AgentPort)
+		if err == nil {
+			return conn.Close()
+		}
+		if !errors.Is(err, unix.ECONNREFUSED) {
+			return errors.Join(err, context.Cause(ctx))
+		}
+		if err := pause(ctx); err != nil {
+			return fmt.Errorf("the agent does not answer: %w", err)
+		}
+	}
+}

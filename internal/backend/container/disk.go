@@ -1,0 +1,230 @@
+package container
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"strings"
+	"sync"
+
+	"golang.org/x/sys/unix"
+)
+
+// A disk holds a sandbox's writable layer: an ext4 file system in a sparse
+// file, so that its size is a limit on every host, whatever file system the
+// state is on. It has no journal: what a sandbox wrote does not outlive a crash
+// of the host.
+type disk struct {
+	path string
+	room int64    // MiB that may be written
+	file *os.File // the image, locked
+	// mount is the file system, mounted and in no mount namespace. When the last
+	// holder of the mount is gone the kernel unmounts it and frees the loop
+	// device, so nothing is left on the host even if we are killed.
+	mount int
+}
+
+// close drops the disk's mount and removes its file.
+func (d *disk) close() error {
+	err := errors.Join(d.release(), d.file.Close())
+	return errors.Join(err, os.Remove(d.path))
+}
+
+// release lets go of the mount, which lives on where it was attached.
+func (d *disk) release() error {
+	if d.mount < 0 {
+		return nil
+	}
+	fd := d.mount
+	d.mount = -1
+	return unix.Close(fd)
+}
+
+// place moves the disk's file to path. EXDEV says that it is on another file
+// system.
+func (d *disk) place(path string) error {
+	if err := os.Rename(d.path, path); err != nil {
+		return err
+	}
+	d.path = path
+	return nil
+}
+
+// templates makes disks by copying: formatting takes milliseconds, and the
+// data of an empty file system is some hundred kilobytes.
+type templates struct {
+	dir  string
+	mkfs string
+
+	mu   sync.Mutex // guards made, and one formatting at a time
+	made map[int64]string
+}
+
+// newDisk makes a disk with room for mb MiB at path.
+func (t *templates) newDisk(ctx context.Context, mb int64, path string) (_ *disk, err error) {
+	if mb < 1 {
+		return nil, fmt.Errorf("a disk limit of %d MiB: want at least 1", mb)
+	}
+	template, err := t.template(ctx, mb)
+	if err != nil {
+		return nil, err
+	}
+	f, err := os.OpenFile(path, os.O_RDWR|os.O_CREATE|os.O_EXCL, 0o600)
+	if err != nil {
+		return nil, fmt.Errorf("make a disk: %w", err)
+	}
+	d := &disk{path: path, room: mb, file: f, mount: -1}
+	defer func() {
+		if err != nil {
+			err = errors.Join(err, d.close())
+		}
+	}()
+	// A later process finds by the lock whether this one lives.
+	if err := unix.Flock(int(f.Fd()), unix.LOCK_EX|unix.LOCK_NB); err != nil {
+		return nil, fmt.Errorf("lock the disk %s: %w", path, err)
+	}
+	if err := copySparse(f, template); err != nil {
+		return nil, fmt.Errorf("copy the disk %s: %w", path, err)
+	}
+	dev, err := attachLoop(f)
+	if err != nil {
+		return nil, err
+	}
+	defer dev.Close()
+	d.mount, err = mountExt4(dev.Name())
+	return d, err
+}
+
+// template returns an empty disk's file, made when it is wanted first.
+func (t *templates) template(ctx context.Context, mb int64) (string, error) {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	if path, ok := t.made[mb]; ok {
+		return path, nil
+	}
+	path := filepath.Join(t.dir, fmt.Sprintf("empty-%d.ext4", mb))
+	temp := path + ".new"
+	f, err := os.OpenFile(temp, os.O_RDWR|os.O_CREATE|os.O_TRUNC, 0o600)
+	if err != nil {
+		return "", fmt.Errorf("make an empty disk: %w", err)
+	}
+	err = errors.Join(f.Truncate(imageSize(mb)), f.Close())
+	if err == nil {
+		err = t.format(ctx, temp)
+	}
+	if err == nil {
+		err = os.Rename(temp, path)
+	}
+	if err != nil {
+		return "", errors.Join(fmt.Errorf("make an empty disk of %d MiB: %w", mb, err), os.Remove(temp))
+	}
+	t.made[mb] = path
+	return path, nil
+}
+
+// Numbers of the file system's layout: a file per 16 KiB, as mkfs has it for
+// ordinary sizes, so that small disks do not give half their room to inodes.
+const (
+	bytesPerInode = 16 << 10
+	inodeSize     = 256
+)
+
+// imageSize returns how large a file must be for mb MiB of room: its tables of
+// inodes and its maps come on top.
+func imageSize(mb int64) int64 {
+	room := mb << 20
+	tables := room * inodeSize / (bytesPerInode - inodeSize)
+	return (room + tables + room/4096 + 1<<20) &^ 4095
+}
+
+func (t *templates) format(ctx context.Context, path string) error {
+	cmd := exec.CommandContext(ctx, t.mkfs, "-q", "-F", "-m", "0", "-b", "4096",
+		"-i", fmt.Sprint(bytesPerInode), "-I", fmt.Sprint(inodeSize),
+		"-O", "^has_journal,^resize_inode,sparse_super2",
+		"-E", "lazy_itable_init=1,nodiscard,num_backup_sb=0,packed_meta_blocks=1", path)
+	if out, err := cmd.CombinedOutput(); err != nil {
+		return fmt.Errorf("%s: %w: %s", t.mkfs, err, strings.TrimSpace(string(out)))
+	}
+	return nil
+}
+
+// copySparse makes to, which is empty, a copy of the file at path: as a clone
+// where the file system has those, else by its data alone.
+func copySparse(to *os.File, path string) error {
+	from, err := os.Open(path)
+	if err != nil {
+		return err
+	}
+	defer from.Close()
+	if unix.IoctlFileClone(int(to.Fd()), int(from.Fd())) == nil {
+		return nil
+	}
+	info, err := from.Stat()
+	if err != nil {
+		return err
+	}
+	if err := to.Truncate(info.Size()); err != nil {
+		return err
+	}
+	for end := int64(0); ; {
+		start, err := unix.Seek(int(from.Fd()), end, unix.SEEK_DATA)
+		if err == unix.ENXIO {
+			return nil // no data after this
+		}
+		if err != nil {
+			return fmt.Errorf("find data: %w", err)
+		}
+		end, err = unix.Seek(int(from.Fd()), start, unix.SEEK_HOLE)
+		if err != nil {
+			return fmt.Errorf("find the end of data: %w", err)
+		}
+		if _, err := to.Seek(start, io.SeekStart); err != nil {
+			return err
+		}
+		if _, err := io.Copy(to, io.NewSectionReader(from, start, end-start)); err != nil {
+			return err
+		}
+	}
+}
+
+// mountExt4 mounts a device and returns the mount, which is in no namespace.
+func mountExt4(dev string) (int, error) {
+	fs, err := unix.Fsopen("ext4", unix.FSOPEN_CLOEXEC)
+	if err != nil {
+		return -1, fmt.Errorf("open ext4: %w", err)
+	}
+	defer unix.Close(fs)
+	err = unix.FsconfigSetString(fs, "source", dev)
+	// Freed blocks go back to the host, and the kernel writes no empty tables
+	// of inodes into the sparse file.
+	for _, flag := range []string{"discard", "noinit_itable"} {
+		if err == nil {
+			err = unix.FsconfigSetFlag(fs, flag)
+		}
+	}
+	if err == nil {
+		err = unix.FsconfigCreate(fs)
+	}
+	if err != nil {
+		return -1, fmt.Errorf("mount %s: %w%s", dev, err, mountLog(fs))
+	}
+	mount, err := unix.Fsmount(fs, unix.FSMOUNT_CLOEXEC, unix.MOUNT_ATTR_NOATIME)
+	if err != nil {
+		return -1, fmt.Errorf("mount %s: %w", dev, err)
+	}
+	return mount, nil
+}
+
+// mountLog returns what the kernel has to say about a mount that failed.
+func mountLog(fs int) string {
+	buf := make([]byte, 4096)
+	n, err := unix.Read(fs, buf)
+	if err != nil || n <= 0 {
+		return ""
+	}
+	return ": " + strings.TrimSpace(string(buf[:n]))
+}

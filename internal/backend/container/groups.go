@@ -1,0 +1,135 @@
+package container
+
+import (
+	"errors"
+	"fmt"
+	"os"
+	"path/filepath"
+	"slices"
+	"strings"
+	"sync"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/kernflux/opendsec/internal/cgroup"
+	"github.com/kernflux/opendsec/internal/sandbox"
+)
+
+// hierarchies returns where this host has control groups mounted. A runtime
+// makes a group in each of them, whether or not it limits anything.
+var hierarchies = sync.OnceValues(func() ([]string, error) {
+	b, err := os.ReadFile("/proc/self/mountinfo")
+	if err != nil {
+		return nil, fmt.Errorf("find control groups: %w", err)
+	}
+	var all []string
+	for line := range strings.Lines(string(b)) {
+		before, after, _ := strings.Cut(line, " - ")
+		place := strings.Fields(before)
+		if len(place) > 4 && (strings.HasPrefix(after, "cgroup ") || strings.HasPrefix(after, "cgroup2 ")) {
+			all = append(all, place[4])
+		}
+	}
+	return all, nil
+})
+
+// removeGroups ends a group's processes and removes it in all hierarchies.
+func (b *Backend) removeGroups(name string) error {
+	group, err := cgroup.Open(b.prefix, name)
+	if err == nil {
+		err = group.Remove()
+	}
+	if err != nil && !errors.Is(err, os.ErrNotExist) {
+		return err
+	}
+	mounts, err := hierarchies()
+	if err != nil {
+		return err
+	}
+	for _, m := range mounts {
+		path := filepath.Join(m, b.prefix, name)
+		if err := unix.Rmdir(path); err != nil && err != unix.ENOENT {
+			return fmt.Errorf("remove control group %s: %w", path, err)
+		}
+	}
+	return nil
+}
+
+// removeParents removes the groups' parent where nothing is below it.
+func (b *Backend) removeParents() {
+	mounts, err := hierarchies()
+	if err != nil {
+		return
+	}
+	for _, m := range mounts {
+		// It is not empty while another backend, or a container, uses it.
+		_ = unix.Rmdir(filepath.Join(m, b.prefix))
+	}
+}
+
+// groups returns the names of all groups of ours.
+func (b *Backend) groups() ([]string, error) {
+	mounts, err := hierarchies()
+	if err != nil {
+		return nil, err
+	}
+	var names []string
+	for _, m := range mounts {
+		entries, err := os.ReadDir(filepath.Join(m, b.prefix))
+		if err != nil {
+			continue // none there
+		}
+		for _, e := range entries {
+			if e.IsDir() && strings.HasPrefix(e.Name(), groupOf("")) {
+				names = append(names, e.Name())
+			}
+		}
+	}
+	slices.Sort(names)
+	return slices.Compact(names), nil
+}
+
+// inGroups checks that the runtime put a process where its limits are.
+func (b *Backend) inGroups(pid int, id sandbox.ID) error {
+	text, err := os.ReadFile(fmt.Sprintf("/proc/%d/cgroup", pid))
+	if err != nil {
+		return fmt.Errorf("look at a container's control groups: %w", err)
+	}
+	where := map[string]string{}
+	for line := range strings.Lines(string(text)) {
+		if parts := strings.SplitN(strings.TrimSuffix(line, "\n"), ":", 3); len(parts) == 3 {
+			for _, c := range strings.Split(parts[1], ",") {
+				where[c] = parts[2]
+			}
+		}
+	}
+	end := filepath.Join("/", b.prefix, groupOf(id))
+	for _, c := range []string{"cpu", "memory", "pids"} {
+		path, v1 := where[c]
+		if !v1 {
+			path = where[""]
+		}
+		if !strings.HasSuffix(path, end) {
+			return fmt.Errorf("a container has no %s limit: it is in control group %q and not in %q", c, path, end)
+		}
+	}
+	return nil
+}
+
+// countsSwap reports whether this host's kernel can limit swap, which some v1
+// kernels must be booted for.
+var countsSwap = sync.OnceValue(func() bool {
+	mounts, err := hierarchies()
+	if err != nil {
+		return false
+	}
+	return slices.ContainsFunc(mounts, func(m string) bool {
+		if filepath.Base(m) == "memory" {
+			_, err := os.Stat(filepath.Join(m, "memory.memsw.limit_in_bytes"))
+			return err == nil
+		}
+		// On v2 every group but the root has the file.
+		found, err := filepath.Glob(filepath.Join(m, "*", "memory.swap.max"))
+		return err == nil && len(found) > 0
+	})
+})

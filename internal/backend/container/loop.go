@@ -1,0 +1,102 @@
+package container
+
+import (
+	"errors"
+	"fmt"
+	"os"
+	"path/filepath"
+	"strings"
+
+	"golang.org/x/sys/unix"
+)
+
+// attachTries bounds how often another process may take the free loop device
+// that the kernel named before we configured it.
+const attachTries = 100
+
+// attachLoop makes a block device of an image file. The kernel detaches the
+// device when its last user closes it, so one that outlives us needs no care.
+func attachLoop(image *os.File) (*os.File, error) {
+	control, err := os.OpenFile("/dev/loop-control", os.O_RDWR, 0)
+	if err != nil {
+		return nil, fmt.Errorf("open the loop driver (modprobe loop may help): %w", err)
+	}
+	defer control.Close()
+	for range attachTries {
+		n, err := unix.IoctlRetInt(int(control.Fd()), unix.LOOP_CTL_GET_FREE)
+		if err != nil {
+			return nil, fmt.Errorf("find a free loop device: %w", err)
+		}
+		dev, err := openLoop(n)
+		if err != nil {
+			return nil, err
+		}
+		config := unix.LoopConfig{Fd: uint32(image.Fd())}
+		config.Info.Flags = unix.LO_FLAGS_AUTOCLEAR
+		copy(config.Info.File_name[:len(config.Info.File_name)-1], image.Name())
+		err = unix.IoctlLoopConfigure(int(dev.Fd()), &config)
+		if err == nil {
+			return dev, nil
+		}
+		dev.Close()
+		if !errors.Is(err, unix.EBUSY) {
+			return nil, fmt.Errorf("attach %s to %s: %w", image.Name(), dev.Name(), err)
+		}
+	}
+	return nil, fmt.Errorf("attach %s: other programs took each free loop device, %d times", image.Name(), attachTries)
+}
+
+// loopMajor is the number of the kernel's loop driver.
+const loopMajor = 7
+
+// openLoop opens loop device n. Where /dev is not the kernel's own, as in a
+// container, the file of a new device is missing and is made.
+func openLoop(n int) (*os.File, error) {
+	path := fmt.Sprintf("/dev/loop%d", n)
+	dev, err := os.OpenFile(path, os.O_RDWR, 0)
+	if errors.Is(err, os.ErrNotExist) {
+		if err := unix.Mknod(path, unix.S_IFBLK|0o660, int(unix.Mkdev(loopMajor, uint32(n)))); err != nil && err != unix.EEXIST {
+			return nil, fmt.Errorf("make %s: %w", path, err)
+		}
+		dev, err = os.OpenFile(path, os.O_RDWR, 0)
+	}
+	if err != nil {
+		return nil, fmt.Errorf("open loop device: %w", err)
+	}
+	return dev, nil
+}
+
+// loopDevices returns the loop devices of this host and the files behind them.
+// A file that was deleted has " (deleted)" at its end.
+func loopDevices() (map[string]string, error) {
+	found, err := filepath.Glob("/sys/block/loop*/loop/backing_file")
+	if err != nil {
+		return nil, err
+	}
+	devices := map[string]string{}
+	for _, p := range found {
+		b, err := os.ReadFile(p)
+		if err != nil {
+			continue // detached since the listing
+		}
+		name := filepath.Base(filepath.Dir(filepath.Dir(p)))
+		devices["/dev/"+name] = strings.TrimSuffix(string(b), "\n")
+	}
+	return devices, nil
+}
+
+// detachLoop frees a loop device, at once or when its last user closes it.
+func detachLoop(path string) error {
+	dev, err := os.OpenFile(path, os.O_RDWR, 0)
+	if errors.Is(err, os.ErrNotExist) {
+		return nil
+	}
+	if err != nil {
+		return fmt.Errorf("detach loop device: %w", err)
+	}
+	defer dev.Close()
+	if err := unix.IoctlSetInt(int(dev.Fd()), unix.LOOP_CLR_FD, 0); err != nil && err != unix.ENXIO {
+		return fmt.Errorf("detach %s: %w", path, err)
+	}
+	return nil
+}

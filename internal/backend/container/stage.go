@@ -1,0 +1,187 @@
+package container
+
+import (
+	"errors"
+	"fmt"
+	"os"
+	"path/filepath"
+	"runtime"
+	"strings"
+
+	"github.com/vishvananda/netlink"
+	"golang.org/x/sys/unix"
+
+	"github.com/kernflux/opendsec/internal/backend"
+	"github.com/kernflux/opendsec/internal/netslot"
+)
+
+// A stage is a thread with a mount and a network namespace of its own, in which
+// a container is prepared and from which the runtime starts it. Nothing that is
+// mounted there is ever seen on the host; what the container took over lives as
+// long as the container, and the rest ends with the thread.
+type stage struct {
+	netns string // path of the network namespace, good while the stage lives
+}
+
+// onStage runs f on a stage and returns its error.
+func onStage(f func(stage) error) error {
+	result := make(chan error)
+	go func() {
+		// Never unlocked: the thread ends with this goroutine, and the
+		// namespaces with the thread.
+		runtime.LockOSThread()
+		if unix.Gettid() == unix.Getpid() {
+			// The runtime keeps a process's first thread for ever. With it
+			// held here, another goroutine gets another.
+			result <- onStage(f)
+			runtime.UnlockOSThread()
+			return
+		}
+		s, err := newStage()
+		if err == nil {
+			err = f(s)
+		}
+		result <- err
+	}()
+	return <-result
+}
+
+func newStage() (stage, error) {
+	s := stage{netns: fmt.Sprintf("/proc/%d/task/%d/ns/net", unix.Getpid(), unix.Gettid())}
+	if err := unix.Unshare(unix.CLONE_NEWNS | unix.CLONE_NEWNET); err != nil {
+		return s, fmt.Errorf("make namespaces for a container: %w", err)
+	}
+	// Mounts made here stay here; what the host unmounts goes here too.
+	if err := unix.Mount("", "/", "", unix.MS_REC|unix.MS_SLAVE, ""); err != nil {
+		return s, fmt.Errorf("separate the mounts of a container: %w", err)
+	}
+	return s, nil
+}
+
+// connect gives the stage's network namespace a loopback and, when there is a
+// slot, the slot's guest link with its address. There is no route out.
+func (s stage) connect(slot backend.Slot) error {
+	for path, value := range map[string]string{
+		// Links that come later get no IPv6 address; the loopback has one.
+		"/proc/sys/net/ipv6/conf/default/disable_ipv6": "1",
+		// As in Docker's containers: low ports and ping without privileges.
+		"/proc/sys/net/ipv4/ip_unprivileged_port_start": "0",
+		"/proc/sys/net/ipv4/ping_group_range":           "0 2147483647",
+	} {
+		if err := os.WriteFile(path, []byte(value), 0); err != nil && !errors.Is(err, os.ErrNotExist) {
+			return fmt.Errorf("set up a container's network: %w", err)
+		}
+	}
+	h, err := netlink.NewHandle(unix.NETLINK_ROUTE)
+	if err != nil {
+		return fmt.Errorf("open netlink: %w", err)
+	}
+	defer h.Close()
+	lo, err := h.LinkByName("lo")
+	if err != nil {
+		return fmt.Errorf("find the loopback: %w", err)
+	}
+	if err := h.LinkSetUp(lo); err != nil {
+		return fmt.Errorf("set the loopback up: %w", err)
+	}
+	if slot.NetNS == "" {
+		return nil
+	}
+	if err := s.takeLink(slot); err != nil {
+		return err
+	}
+	return address(h, slot)
+}
+
+// takeLink moves the slot's guest link here.
+func (s stage) takeLink(slot backend.Slot) error {
+	ns, err := os.Open(s.netns)
+	if err != nil {
+		return fmt.Errorf("open the network namespace of a container: %w", err)
+	}
+	defer ns.Close()
+	return netslot.Inside(slot, func() error {
+		h, err := netlink.NewHandle(unix.NETLINK_ROUTE)
+		if err != nil {
+			return fmt.Errorf("open netlink: %w", err)
+		}
+		defer h.Close()
+		link, err := h.LinkByName(slot.GuestLink)
+		if err != nil {
+			return fmt.Errorf("find link %s of slot %s: %w", slot.GuestLink, slot.Name, err)
+		}
+		if err := h.LinkSetNsFd(link, int(ns.Fd())); err != nil {
+			return fmt.Errorf("move link %s of slot %s: %w", slot.GuestLink, slot.Name, err)
+		}
+		return nil
+	})
+}
+
+func address(h *netlink.Handle, slot backend.Slot) error {
+	link, err := h.LinkByName(slot.GuestLink)
+	if err != nil {
+		return fmt.Errorf("find link %s in the container: %w", slot.GuestLink, err)
+	}
+	addr, err := netlink.ParseAddr(slot.GuestAddr)
+	if err != nil {
+		return fmt.Errorf("guest address %q of slot %s: %w", slot.GuestAddr, slot.Name, err)
+	}
+	if err := h.AddrAdd(link, addr); err != nil {
+		return fmt.Errorf("add address %s: %w", slot.GuestAddr, err)
+	}
+	if err := h.LinkSetUp(link); err != nil {
+		return fmt.Errorf("set link %s up: %w", slot.GuestLink, err)
+	}
+	return nil
+}
+
+// mountRoot puts the container's root file system at dir/rootDir, a
+// directory that exists: the image below, the disk above.
+func (s stage) mountRoot(tree string, d *disk, dir string) error {
+	upper := filepath.Join(dir, "disk")
+	root := filepath.Join(dir, rootDir)
+	if err := os.Mkdir(upper, 0o700); err != nil {
+		return fmt.Errorf("make a mount point: %w", err)
+	}
+	if err := unix.MoveMount(d.mount, "", unix.AT_FDCWD, upper, unix.MOVE_MOUNT_F_EMPTY_PATH); err != nil {
+		return fmt.Errorf("mount the disk on %s: %w", upper, err)
+	}
+	for name, mode := range map[string]os.FileMode{"upper": 0o755, "work": 0o700} {
+		if err := os.Mkdir(filepath.Join(upper, name), mode); err != nil {
+			return fmt.Errorf("prepare the disk: %w", err)
+		}
+	}
+	if info, err := os.Stat(tree); err != nil || !info.IsDir() {
+		return fmt.Errorf("the image's tree %q is not a directory: %w", tree, errors.Join(err, os.ErrInvalid))
+	}
+	options := "lowerdir=" + escape(tree) + ",upperdir=" + escape(upper+"/upper") + ",workdir=" + escape(upper+"/work")
+	// Volatile makes fsync in the sandbox cheap: its files are not meant to
+	// outlive a crash of the host. Kernels before 5.10 do not know it.
+	err := unix.Mount("overlay", root, "overlay", 0, options+",volatile")
+	if err == unix.EINVAL {
+		err = unix.Mount("overlay", root, "overlay", 0, options)
+	}
+	if err != nil {
+		return fmt.Errorf("mount the root file system (%s): %w", options, err)
+	}
+	return nil
+}
+
+// escape makes a path fit for a mount option of overlayfs.
+func escape(path string) string {
+	return strings.NewReplacer(`\`, `\\`, `,`, `\,`, `:`, `\:`).Replace(path)
+}
+
+// hideUnified takes the v2 tree of a hybrid host out of the stage. crun refuses
+// such a host as long as it sees both, and needs only the v1 trees there.
+func (s stage) hideUnified() error {
+	const unified = "/sys/fs/cgroup/unified"
+	var fs unix.Statfs_t
+	if err := unix.Statfs(unified, &fs); err != nil || fs.Type != unix.CGROUP2_SUPER_MAGIC {
+		return nil
+	}
+	if err := unix.Unmount(unified, unix.MNT_DETACH); err != nil {
+		return fmt.Errorf("hide %s: %w", unified, err)
+	}
+	return nil
+}
