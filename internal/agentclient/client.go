@@ -1,0 +1,208 @@
+// Package agentclient is what can be done inside a machine, over any
+// connection to its agent: give it its identity, run a command, read and
+// write files. How a command ended and whether the agent could be reached are
+// two things: the first is a Result, the second an error. It does not reach
+// the machine itself; the dial function that it is given does.
+package agentclient
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"net"
+	"net/http"
+	"sync"
+	"sync/atomic"
+	"time"
+
+	"connectrpc.com/connect"
+	"google.golang.org/protobuf/types/known/timestamppb"
+
+	agentv1 "github.com/kernflux/opendsec/api/gen/agent/v1"
+	"github.com/kernflux/opendsec/api/gen/agent/v1/agentv1connect"
+	"github.com/kernflux/opendsec/api/gen/process/processconnect"
+	"github.com/kernflux/opendsec/internal/fault"
+	"github.com/kernflux/opendsec/internal/sandbox"
+)
+
+// TokenHeader carries the agent's token in every call but /health.
+const TokenHeader = "X-Access-Token"
+
+// UserHeader names the user of a call; absent means the sandbox's default.
+const UserHeader = "Opendsec-User"
+
+// baseURL is only a form: every connection goes through the dial function.
+const baseURL = "http://agent"
+
+// Dial connects to the agent.
+type Dial func(ctx context.Context) (net.Conn, error)
+
+// Client talks to one agent over one kept HTTP/2 connection. Its methods may
+// be called side by side. Close ends its connection.
+type Client struct {
+	dial      Dial
+	transport *http.Transport
+	token     atomic.Pointer[string]
+
+	agent   agentv1connect.AgentClient
+	process processconnect.ProcessClient
+	http    *http.Client
+
+	mu    sync.Mutex
+	ready net.Conn // made by WaitReady, for the transport's next dial
+}
+
+// New returns a client that shows the token. It connects when first used.
+func New(dial func(ctx context.Context) (net.Conn, error), token string) *Client {
+	c := &Client{dial: dial}
+	c.token.Store(&token)
+	c.transport = &http.Transport{
+		DialContext:        func(ctx context.Context, _, _ string) (net.Conn, error) { return c.connect(ctx) },
+		Protocols:          new(http.Protocols),
+		DisableCompression: true,
+		HTTP2:              &http.HTTP2Config{MaxReadFrameSize: 256 << 10, MaxReceiveBufferPerStream: 1 << 20},
+	}
+	c.transport.Protocols.SetUnencryptedHTTP2(true)
+	c.http = &http.Client{Transport: c.Transport()}
+	c.agent = agentv1connect.NewAgentClient(c.http, baseURL)
+	c.process = processconnect.NewProcessClient(c.http, baseURL)
+	return c
+}
+
+// connect takes the connection that WaitReady made, or makes one.
+func (c *Client) connect(ctx context.Context) (net.Conn, error) {
+	c.mu.Lock()
+	conn := c.ready
+	c.ready = nil
+	c.mu.Unlock()
+	if conn != nil {
+		return conn, nil
+	}
+	return c.dial(ctx)
+}
+
+// Transport returns what sends any request to the agent with the token, for
+// reverse proxies. The scheme and host of a request's URL do not matter.
+func (c *Client) Transport() http.RoundTripper { return roundTripper{c} }
+
+type roundTripper struct{ c *Client }
+
+// RoundTrip sends a copy of the request with the token in it.
+func (t roundTripper) RoundTrip(r *http.Request) (*http.Response, error) {
+	out := r.WithContext(r.Context())
+	u := *r.URL
+	u.Scheme, u.Host = "http", "agent"
+	out.URL = &u
+	out.Header = r.Header.Clone()
+	if out.Header == nil {
+		out.Header = http.Header{}
+	}
+	out.Header.Set(TokenHeader, *t.c.token.Load())
+	return t.c.transport.RoundTrip(out)
+}
+
+// Close ends the connection. Calls that run fail.
+func (c *Client) Close() {
+	c.mu.Lock()
+	conn := c.ready
+	c.ready = nil
+	c.mu.Unlock()
+	if conn != nil {
+		conn.Close()
+	}
+	c.transport.CloseIdleConnections()
+}
+
+// Health asks once whether the agent serves.
+func (c *Client) Health(ctx context.Context) error {
+	req, err := http.NewRequestWithContext(ctx, http.MethodGet, baseURL+"/health", nil)
+	if err != nil {
+		return err
+	}
+	resp, err := c.http.Do(req)
+	if err != nil {
+		return unreachable(err)
+	}
+	defer resp.Body.Close()
+	if resp.StatusCode != http.StatusNoContent {
+		return fault.New(fault.Unavailable, "the agent's /health answered %s, want 204", resp.Status)
+	}
+	return nil
+}
+
+// Identity is what a machine is told about itself.
+type Identity struct {
+	Token          string // to be shown from now on
+	SandboxID      sandbox.ID
+	Hostname       string
+	Env            map[string]string // of every process
+	DefaultUser    string            // "" for root
+	DefaultWorkdir string            // "" for the user's home
+	Now            time.Time         // zero leaves the clock alone
+	Entropy        []byte            // stirred into the kernel's random numbers
+}
+
+// Info describes an agent.
+type Info struct {
+	Version string
+	Started time.Time
+}
+
+// Hello gives the machine its identity. From then on the client shows the
+// identity's token.
+func (c *Client) Hello(ctx context.Context, id Identity) (Info, error) {
+	req := &agentv1.HelloRequest{
+		Token: id.Token, SandboxId: string(id.SandboxID), Hostname: id.Hostname, Env: id.Env,
+		DefaultUser: id.DefaultUser, DefaultWorkdir: id.DefaultWorkdir, Entropy: id.Entropy,
+	}
+	if !id.Now.IsZero() {
+		req.Now = timestamppb.New(id.Now)
+	}
+	resp, err := c.agent.Hello(ctx, connect.NewRequest(req))
+	if err != nil {
+		return Info{}, fromWire(ctx, err)
+	}
+	c.token.Store(&id.Token)
+	return Info{Version: resp.Msg.GetVersion(), Started: resp.Msg.GetStarted().AsTime()}, nil
+}
+
+// Activity says whether a machine is idle.
+type Activity struct {
+	Running      int           // commands started over the API that still run
+	SinceLastEnd time.Duration // since the last one ended; meaningless without EverEnded
+	EverEnded    bool
+}
+
+// Activity asks what the machine does.
+func (c *Client) Activity(ctx context.Context) (Activity, error) {
+	resp, err := c.agent.Activity(ctx, connect.NewRequest(&agentv1.ActivityRequest{}))
+	if err != nil {
+		return Activity{}, fromWire(ctx, err)
+	}
+	since := resp.Msg.GetSinceLastEnd()
+	return Activity{Running: int(resp.Msg.GetRunningCommands()), SinceLastEnd: since.AsDuration(), EverEnded: since != nil}, nil
+}
+
+// fromWire turns the error of an RPC into one with a kind. A call that ended
+// with its context is the context's error.
+func fromWire(ctx context.Context, err error) error {
+	if ctx.Err() != nil {
+		return fmt.Errorf("call the agent: %w", context.Cause(ctx))
+	}
+	return fault.FromConnect(err)
+}
+
+// unreachable gives a transport's failure its kind.
+func unreachable(err error) error {
+	if errors.Is(err, context.Canceled) || errors.Is(err, context.DeadlineExceeded) {
+		return fmt.Errorf("call the agent: %w", err)
+	}
+	return fault.New(fault.Unavailable, "call the agent: %w", err)
+}
+
+// drain reads the rest of a body so that its stream ends well.
+func drain(body io.ReadCloser) {
+	io.Copy(io.Discard, io.LimitReader(body, 64<<10))
+	body.Close()
+}

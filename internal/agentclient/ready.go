@@ -1,0 +1,97 @@
+package agentclient
+
+import (
+	"context"
+	"fmt"
+	"net"
+	"time"
+)
+
+// How WaitReady tries. A machine that is not up yet swallows the first packet
+// of a connection, and TCP would send the next a second later; so new
+// attempts are made beside the ones that wait.
+const (
+	firstPause = time.Millisecond      // between attempts, at the beginning
+	pauseShare = 16                    // later: a share of the time waited so far
+	longPause  = 50 * time.Millisecond // at most
+	attemptFor = 250 * time.Millisecond
+)
+
+// WaitReady returns when the agent answers /health, or with the last failure
+// when ctx ends.
+func (c *Client) WaitReady(ctx context.Context) error {
+	begin := time.Now()
+	for {
+		conn, err := c.firstConn(ctx, begin)
+		if err != nil {
+			return fmt.Errorf("wait for the sandbox's agent: %w", err)
+		}
+		c.mu.Lock()
+		old := c.ready
+		c.ready = conn
+		c.mu.Unlock()
+		if old != nil {
+			old.Close()
+		}
+		if err = c.Health(ctx); err == nil {
+			return nil
+		}
+		select {
+		case <-time.After(pause(begin)):
+		case <-ctx.Done():
+			return fmt.Errorf("wait for the sandbox's agent: %w", err)
+		}
+	}
+}
+
+func pause(begin time.Time) time.Duration {
+	return min(max(time.Since(begin)/pauseShare, firstPause), longPause)
+}
+
+type dialled struct {
+	conn net.Conn
+	err  error
+}
+
+// firstConn starts attempts one after another without waiting for the earlier
+// ones, and returns the first connection that is made.
+func (c *Client) firstConn(ctx context.Context, begin time.Time) (net.Conn, error) {
+	attempts, stop := context.WithCancel(ctx)
+	results := make(chan dialled)
+	pending := 0
+	defer func() {
+		stop()
+		for ; pending > 0; pending-- {
+			if d := <-results; d.conn != nil {
+				d.conn.Close()
+			}
+		}
+	}()
+	next := time.NewTimer(0)
+	defer next.Stop()
+	last := context.Cause(ctx)
+	for {
+		select {
+		case <-next.C:
+			pending++
+			go func() {
+				one, cancel := context.WithTimeout(attempts, attemptFor)
+				defer cancel()
+				conn, err := c.dial(one)
+				results <- dialled{conn, err}
+			}()
+			next.Reset(pause(begin))
+		case d := <-results:
+			pending--
+			if d.err == nil {
+				return d.conn, nil
+			}
+			last = d.err
+		case <-ctx.Done():
+			if last == nil {
+				last = context.Cause(ctx)
+			}
+			return nil, last
+		}
+	}
+}
