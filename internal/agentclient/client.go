@@ -133,14 +133,14 @@ func (c *Client) Health(ctx context.Context) error {
 
 // Identity is what a machine is told about itself.
 type Identity struct {
-	Token          string // to be shown from now on
-	SandboxID      sandbox.ID
-	Hostname       string
-	Env            map[string]string // of every process
-	DefaultUser    string            // "" for root
-	DefaultWorkdir string            // "" for the user's home
-	Now            time.Time         // zero leaves the clock alone
-	Entropy        []byte            // stirred into the kernel's random numbers
+	Token     string // to be shown from now on; "" keeps the client's
+	SandboxID sandbox.ID
+	Hostname  string            // "" leaves it alone
+	Env       map[string]string // of every process
+	User      string            // of processes that name none; "" for root
+	Workdir   string            // of processes that name none; "" for the user's home
+	Now       time.Time         // zero leaves the clock alone
+	Entropy   []byte            // stirred into the kernel's random numbers
 }
 
 // Info describes an agent.
@@ -149,12 +149,16 @@ type Info struct {
 	Started time.Time
 }
 
-// Hello gives the machine its identity. From then on the client shows the
-// identity's token.
+// Hello gives the machine its identity: the first call sets its token, a
+// later one must come from a client that shows the present one. From then on
+// the client shows the identity's.
 func (c *Client) Hello(ctx context.Context, id Identity) (Info, error) {
+	if id.Token == "" {
+		id.Token = *c.token.Load()
+	}
 	req := &agentv1.HelloRequest{
 		Token: id.Token, SandboxId: string(id.SandboxID), Hostname: id.Hostname, Env: id.Env,
-		DefaultUser: id.DefaultUser, DefaultWorkdir: id.DefaultWorkdir, Entropy: id.Entropy,
+		DefaultUser: id.User, DefaultWorkdir: id.Workdir, Entropy: id.Entropy,
 	}
 	if !id.Now.IsZero() {
 		req.Now = timestamppb.New(id.Now)
@@ -169,9 +173,9 @@ func (c *Client) Hello(ctx context.Context, id Identity) (Info, error) {
 
 // Activity says whether a machine is idle.
 type Activity struct {
-	Running      int           // commands started over the API that still run
-	SinceLastEnd time.Duration // since the last one ended; meaningless without EverEnded
-	EverEnded    bool
+	RunningCommands int           // commands started over the API that still run
+	AnyEnded        bool          // whether any has ended yet
+	SinceLastEnd    time.Duration // since the last one did
 }
 
 // Activity asks what the machine does.
@@ -181,7 +185,7 @@ func (c *Client) Activity(ctx context.Context) (Activity, error) {
 		return Activity{}, fromWire(ctx, err)
 	}
 	since := resp.Msg.GetSinceLastEnd()
-	return Activity{Running: int(resp.Msg.GetRunningCommands()), SinceLastEnd: since.AsDuration(), EverEnded: since != nil}, nil
+	return Activity{RunningCommands: int(resp.Msg.GetRunningCommands()), SinceLastEnd: since.AsDuration(), AnyEnded: since != nil}, nil
 }
 
 // fromWire turns the error of an RPC into one with a kind. A call that ended
