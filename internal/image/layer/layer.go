@@ -232,3 +232,22 @@ func entryFault(name string, err error) error {
 	}
 	return readFault(err)
 }
+
+// Drain reads what follows the end of a layer's tar, so that its digest can be
+// told. More padding than the layers may have content is refused.
+func (a *Applier) Drain(ctx context.Context, r io.Reader) error {
+	for n := int64(0); n <= a.limits.Bytes; {
+		m, err := r.Read(a.buf)
+		n += int64(m)
+		if err == io.EOF {
+			return nil
+		}
+		if err != nil {
+			return readFault(err)
+		}
+		if err := ctx.Err(); err != nil {
+			return err
+		}
+	}
+	return fault.Invalid("source", "the layer goes on for more than %d bytes after its end", a.limits.Bytes)
+}

@@ -26,8 +26,8 @@ type saved struct {
 // openDockerArchive opens an image of a "docker save" archive. Such an image
 // has no manifest of its own, so it is known by its configuration's digest,
 // as at Docker.
-func openDockerArchive(_ context.Context, file, tag string, o Options) (*Image, error) {
-	t, err := openTar(file)
+func openDockerArchive(file, tag string, o Options) (*Image, error) {
+	t, err := openTar(file, o.TempDir)
 	if err != nil {
 		return nil, err
 	}

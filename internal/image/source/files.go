@@ -11,6 +11,7 @@ import (
 	"os"
 	"path"
 	"strings"
+	"syscall"
 
 	"github.com/klauspost/compress/gzip"
 	"github.com/klauspost/compress/zstd"
@@ -57,7 +58,6 @@ func (d dirFiles) Close() error { return d.root.Close() }
 type tarFiles struct {
 	f       *os.File
 	members map[string]member
-	temp    bool // f is our own uncompressed copy
 }
 
 type member struct {
@@ -70,13 +70,13 @@ const maxMembers = 1 << 16
 
 // openTar reads the directory of a tar file. A compressed one is uncompressed
 // into an unnamed temporary file first, as its members are read out of order.
-func openTar(file string) (*tarFiles, error) {
+func openTar(file, tempDir string) (*tarFiles, error) {
 	f, err := os.Open(file)
 	if err != nil {
 		return nil, fault.Invalid("source", "open the archive: %w", err)
 	}
 	t := &tarFiles{f: f, members: map[string]member{}}
-	if err := t.uncompress(); err != nil {
+	if err := t.uncompress(tempDir); err != nil {
 		return nil, errors.Join(err, t.Close())
 	}
 	if err := t.index(); err != nil {
@@ -85,7 +85,7 @@ func openTar(file string) (*tarFiles, error) {
 	return t, nil
 }
 
-func (t *tarFiles) uncompress() error {
+func (t *tarFiles) uncompress(tempDir string) error {
 	st, err := t.f.Stat()
 	if err != nil {
 		return err
@@ -101,7 +101,7 @@ func (t *tarFiles) uncompress() error {
 	if !r.Compressed {
 		return nil
 	}
-	tmp, err := os.CreateTemp("", "opendsec-archive-")
+	tmp, err := os.CreateTemp(tempDir, "opendsec-archive-")
 	if err != nil {
 		return fmt.Errorf("make a temporary file: %w", err)
 	}
@@ -109,7 +109,7 @@ func (t *tarFiles) uncompress() error {
 		return errors.Join(err, tmp.Close())
 	}
 	old := t.f
-	t.f, t.temp = tmp, true
+	t.f = tmp
 	return old.Close()
 }
 
@@ -175,6 +175,8 @@ func archiveFault(name string, err error) error {
 	switch {
 	case errors.As(err, &f):
 		return err
+	case errors.Is(err, syscall.ENOSPC), errors.Is(err, syscall.EDQUOT):
+		return fault.New(fault.Capacity, "the disk is full while uncompressing the archive: %w", err)
 	case errors.As(err, &perr):
 		return fmt.Errorf("read the archive: %w", err)
 	case errors.Is(err, io.ErrUnexpectedEOF):

@@ -28,6 +28,7 @@ type Options struct {
 	PlainHTTP    bool                // allow plain HTTP; on loopback it always is
 	Mirrors      map[string][]string // registry host to hosts ("host[:port][/prefix]") asked before it, in order
 	Seconds      int                 // to wait for a registry's first answer; 0 means 5
+	TempDir      string              // for the copy of a compressed archive; "" means the system's
 }
 
 // An Image is an opened image. Digests of everything but the layers are checked.
@@ -89,7 +90,7 @@ func Open(ctx context.Context, ref string, o Options) (*Image, error) {
 		if err != nil {
 			return nil, err
 		}
-		return openDockerArchive(ctx, file, tag, o)
+		return openDockerArchive(file, tag, o)
 	case strings.HasPrefix(ref, ociLayout):
 		dir, tag, err := splitPath(strings.TrimPrefix(ref, ociLayout))
 		if err != nil {
@@ -105,7 +106,7 @@ func Open(ctx context.Context, ref string, o Options) (*Image, error) {
 		if err != nil {
 			return nil, err
 		}
-		files, err := openTar(file)
+		files, err := openTar(file, o.TempDir)
 		if err != nil {
 			return nil, err
 		}
