@@ -6,6 +6,8 @@ import (
 	"path/filepath"
 	"regexp"
 	"time"
+
+	"github.com/kernflux/opendsec/internal/daemon"
 )
 
 // Config says how an edge behaves. The zero value of a field takes its
@@ -36,43 +38,28 @@ type Config struct {
 	// MaxSandboxes bounds how many live at once. Default 1000.
 	MaxSandboxes int64 `json:"max_sandboxes,omitempty"`
 	// CreateTimeout bounds one create. Default 60 s.
-	CreateTimeout Duration `json:"create_timeout,omitempty"`
+	CreateTimeout daemon.Duration `json:"create_timeout,omitempty"`
 	// StopTimeout is how long a stop waits for the machine's removal before it
 	// answers "stopping" and goes on in the background. Default 15 s.
-	StopTimeout Duration `json:"stop_timeout,omitempty"`
+	StopTimeout daemon.Duration `json:"stop_timeout,omitempty"`
 	// ProbeTimeout bounds the trial run of each backend at the start. Default 30 s.
-	ProbeTimeout Duration `json:"probe_timeout,omitempty"`
+	ProbeTimeout daemon.Duration `json:"probe_timeout,omitempty"`
 	// KeepEnded is how long an ended sandbox is remembered when nobody says
 	// that it is recorded elsewhere. Default 24 h.
-	KeepEnded Duration `json:"keep_ended,omitempty"`
+	KeepEnded daemon.Duration `json:"keep_ended,omitempty"`
 }
 
-// Duration is a time.Duration that reads and writes as text, such as "90s".
-type Duration time.Duration
-
-// UnmarshalText reads what time.ParseDuration reads.
-func (d *Duration) UnmarshalText(text []byte) error {
-	v, err := time.ParseDuration(string(text))
-	if err != nil {
-		return err
-	}
-	*d = Duration(v)
-	return nil
-}
-
-// MarshalText writes what time.Duration prints.
-func (d Duration) MarshalText() ([]byte, error) { return []byte(time.Duration(d).String()), nil }
-
-// limits of the file system and the memory come from the machine; see host.go.
+// withDefaults fills in what does not depend on the machine; see node.go for
+// the rest.
 func (c Config) withDefaults() Config {
 	orFloat := func(v *float64, def float64) {
 		if *v == 0 {
 			*v = def
 		}
 	}
-	orDuration := func(v *Duration, def time.Duration) {
+	orDuration := func(v *daemon.Duration, def time.Duration) {
 		if *v == 0 {
-			*v = Duration(def)
+			*v = daemon.Duration(def)
 		}
 	}
 	orFloat(&c.CPUOvercommit, 8)
@@ -119,7 +106,7 @@ func (c Config) Validate() error {
 			wrong(field, "%d must not be negative; 0 takes the default", v)
 		}
 	}
-	for field, v := range map[string]Duration{
+	for field, v := range map[string]daemon.Duration{
 		"create_timeout": c.CreateTimeout, "stop_timeout": c.StopTimeout, "probe_timeout": c.ProbeTimeout, "keep_ended": c.KeepEnded,
 	} {
 		if v < 0 {

@@ -39,7 +39,6 @@ type Entry struct {
 	Handle      *backend.Handle `json:"handle,omitempty"`
 	Slot        *backend.Slot   `json:"slot,omitempty"`
 	AgentToken  string          `json:"agent_token,omitempty"`
-	AgentFile   string          `json:"agent_file,omitempty"` // the agent's binary that it runs
 	CreatedAt   time.Time       `json:"created_at"`
 	StartedAt   time.Time       `json:"started_at,omitzero"`
 	End         *sandbox.End    `json:"end,omitempty"`
@@ -76,6 +75,9 @@ func Open(dir string) (*Journal, error) {
 	}
 	return &Journal{dir: dir}, nil
 }
+
+// Root returns the directory with the sandboxes' directories.
+func (j *Journal) Root() string { return j.dir }
 
 // Dir returns the directory of a sandbox.
 func (j *Journal) Dir(id sandbox.ID) string { return filepath.Join(j.dir, string(id)) }

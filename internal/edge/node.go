@@ -1,0 +1,74 @@
+package edge
+
+import (
+	"fmt"
+
+	"github.com/kernflux/opendsec/internal/edge/host"
+	"github.com/kernflux/opendsec/internal/fault"
+	"github.com/kernflux/opendsec/internal/sandbox"
+)
+
+// measure settles what this node gives out.
+func (e *Edge) measure() error {
+	memory, err := host.MemoryMB()
+	if err != nil {
+		return err
+	}
+	disk, err := host.Disk(e.cfg.StateDir)
+	if err != nil {
+		return err
+	}
+	reserve := e.cfg.MemoryReserveMB
+	if reserve == 0 {
+		reserve = min(max(memory/10, 512), 8192)
+	}
+	e.reserve = e.cfg.DiskReserveMB
+	if e.reserve == 0 {
+		e.reserve = min(disk.TotalMB/20, 5120)
+	}
+	e.capacity = sandbox.Resources{
+		CPU:       float64(e.cores()) * e.cfg.CPUOvercommit,
+		MemoryMB:  int64(float64(max(memory-reserve, 0)) * e.cfg.MemoryOvercommit),
+		DiskMB:    int64(float64(max(disk.TotalMB-e.reserve, 0)) * e.cfg.DiskOvercommit),
+		Sandboxes: e.cfg.MaxSandboxes,
+	}
+	reflink, err := host.Reflink(e.cfg.StateDir)
+	if err != nil {
+		return err
+	}
+	if !reflink {
+		e.notes = append(e.notes, fmt.Sprintf("the file system of %s has no reflink, so copies of memory and disks are real copies; XFS or btrfs under it makes forks fast", e.cfg.StateDir))
+	}
+	return nil
+}
+
+func (e *Edge) cores() int { return host.Cores() }
+
+// lowDisk returns why nothing can be written any more, nil while there is space.
+func (e *Edge) lowDisk() error {
+	space, err := host.Disk(e.cfg.StateDir)
+	if err != nil {
+		return err
+	}
+	if space.FreeMB >= e.reserve {
+		return nil
+	}
+	return fault.New(fault.Capacity, "node %s is low on disk: %d MiB are free on the file system of %s and %d must stay so; delete images or stop sandboxes",
+		e.cfg.Name, space.FreeMB, e.cfg.StateDir, e.reserve)
+}
+
+// health returns what an admin should know, and why the node takes no
+// sandboxes, "" when it does.
+func (e *Edge) health() (warnings []string, unhealthy string) {
+	warnings = append(warnings, e.notes...)
+	if err := e.lowDisk(); err != nil {
+		return warnings, err.Error()
+	}
+	if len(e.available()) == 0 {
+		return warnings, "no backend works here"
+	}
+	if space, err := host.Disk(e.cfg.StateDir); err == nil && space.FreeMB < 2*e.reserve {
+		warnings = append(warnings, fmt.Sprintf("the file system of %s is filling up: %d MiB are free, below %d no sandbox is created", e.cfg.StateDir, space.FreeMB, e.reserve))
+	}
+	return warnings, ""
+}

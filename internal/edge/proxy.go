@@ -1,0 +1,202 @@
+package edge
+
+import (
+	"context"
+	"errors"
+	"log/slog"
+	"net/http"
+	"net/http/httputil"
+	"strings"
+	"sync"
+	"time"
+
+	"connectrpc.com/connect"
+
+	"github.com/kernflux/opendsec/internal/fault"
+	"github.com/kernflux/opendsec/internal/rpc"
+)
+
+// dataPlane is where sandboxes are reached: /sandboxes/ID/PATH goes to PATH of
+// the sandbox's agent.
+const dataPlane = "/sandboxes/"
+
+// open lists what of the agent may be reached from outside: an exact path, or
+// with a slash at its end all below it. Hello, which would change a sandbox's
+// identity and token, is not here, nor is envd's /init.
+var open = []string{
+	"/process.Process/",
+	"/filesystem.Filesystem/",
+	"/agent.v1.Agent/Activity",
+	"/agent.v1.Agent/Attach",
+	"/agent.v1.Agent/Signal",
+	"/files",
+	"/archive",
+	"/health",
+	"/metrics",
+	"/envs",
+}
+
+// secrets are headers that are meant for those in front of the edge. A Basic
+// Authorization names a user inside the sandbox and goes on.
+var secrets = []string{"X-Api-Key", "X-Access-Token", "Cookie", "E2b-Traffic-Access-Token", "Proxy-Authorization"}
+
+// copyBuffer is the size of the buffers that bytes pass through; envelopes
+// wants more than its mostHeld.
+const copyBuffer = 128 << 10
+
+// proxy passes requests to agents and answers back, as streams in both
+// directions.
+type proxy struct {
+	e       *Edge
+	reverse *httputil.ReverseProxy
+	errors  *connect.ErrorWriter
+}
+
+// passage is one request on its way.
+type passage struct {
+	box   *box
+	path  string
+	agent http.RoundTripper
+}
+
+type passageKey struct{}
+
+func passageOf(ctx context.Context) *passage { return ctx.Value(passageKey{}).(*passage) }
+
+func (e *Edge) newProxy() *proxy {
+	p := &proxy{e: e, errors: connect.NewErrorWriter()}
+	p.reverse = &httputil.ReverseProxy{
+		Rewrite:        rewrite,
+		Transport:      toAgent{},
+		FlushInterval:  -1,
+		ModifyResponse: p.modify,
+		ErrorHandler:   p.broken,
+		BufferPool:     &buffers{sync.Pool{New: func() any { return new([copyBuffer]byte) }}},
+		ErrorLog:       slog.NewLogLogger(e.log.Handler(), slog.LevelDebug),
+	}
+	return p
+}
+
+// takes reports whether the request is for the data plane.
+func (p *proxy) takes(r *http.Request) bool { return strings.HasPrefix(r.URL.Path, dataPlane) }
+
+func (p *proxy) ServeHTTP(w http.ResponseWriter, r *http.Request) {
+	ctx := rpc.WithRequestID(r.Context(), r.Header)
+	r = r.WithContext(ctx)
+	if err := p.e.wait(ctx); err != nil {
+		p.refuse(w, r, err)
+		return
+	}
+	id, path, _ := strings.Cut(strings.TrimPrefix(r.URL.Path, dataPlane), "/")
+	path = "/" + path
+	b, err := p.e.get(id)
+	if err == nil && !allowed(path) {
+		err = fault.New(fault.NotFound, "a sandbox has no %s to be reached from outside", path)
+	}
+	if err != nil {
+		p.refuse(w, r, err)
+		return
+	}
+	agent, err := b.enter()
+	if err != nil {
+		p.refuse(w, r, err)
+		return
+	}
+	defer func() { b.leave(p.e.now()) }()
+
+	ctx, cancel := context.WithCancelCause(ctx)
+	defer cancel(nil)
+	// A machine that is gone sends no word of it over a connection that is open.
+	defer context.AfterFunc(b.life, func() { cancel(b.why()) })()
+	ctx = context.WithValue(ctx, passageKey{}, &passage{b, path, agent.Transport()})
+	// HTTP/1.1 reads no more of a request once an answer has begun, unless told to.
+	_ = http.NewResponseController(w).EnableFullDuplex() // HTTP/2 always does, and says "not supported"
+	p.reverse.ServeHTTP(w, r.WithContext(ctx))
+}
+
+func allowed(path string) bool {
+	for _, o := range open {
+		if path == o || strings.HasSuffix(o, "/") && strings.HasPrefix(path, o) && !strings.Contains(path[len(o):], "/") {
+			return true
+		}
+	}
+	return false
+}
+
+// rewrite makes the request that the agent gets.
+func rewrite(pr *httputil.ProxyRequest) {
+	p := passageOf(pr.In.Context())
+	u := pr.Out.URL
+	u.Scheme, u.Host = "http", "sandbox"
+	u.Path, u.RawPath = p.path, "" // what was checked, and nothing that decodes to something else
+	u.RawQuery = pr.In.URL.RawQuery
+	pr.Out.Host = "sandbox"
+	for _, h := range secrets {
+		pr.Out.Header.Del(h)
+	}
+	if auth := pr.Out.Header.Get("Authorization"); auth != "" && !strings.HasPrefix(strings.ToLower(auth), "basic ") {
+		pr.Out.Header.Del("Authorization")
+	}
+}
+
+// toAgent sends a request over the agent's own transport.
+type toAgent struct{}
+
+func (toAgent) RoundTrip(r *http.Request) (*http.Response, error) {
+	return passageOf(r.Context()).agent.RoundTrip(r)
+}
+
+// modify makes a streaming call end with the reason if its sandbox dies.
+func (p *proxy) modify(res *http.Response) error {
+	ctx := res.Request.Context()
+	if strings.HasPrefix(res.Header.Get("Content-Type"), "application/connect+") {
+		res.Body = &envelopes{from: res.Body, why: func(err error) *fault.Error { return p.explain(ctx, err) }}
+	}
+	return nil
+}
+
+// broken answers a request that the agent did not.
+func (p *proxy) broken(w http.ResponseWriter, r *http.Request, err error) {
+	p.refuse(w, r, p.explain(r.Context(), err))
+}
+
+// graceToKnow is how long after a connection broke the machine's end may come
+// to be known.
+const graceToKnow = time.Second
+
+// explain says why the way to an agent broke: with the sandbox's end if it has
+// ended, or is found to have within a moment.
+func (p *proxy) explain(ctx context.Context, err error) *fault.Error {
+	b := passageOf(ctx).box
+	grace := time.NewTimer(graceToKnow)
+	defer grace.Stop()
+	if context.Cause(ctx) == nil {
+		select {
+		case <-b.life.Done():
+		case <-ctx.Done():
+		case <-grace.C:
+		}
+	}
+	if cause := b.why(); cause != nil {
+		return rpc.Fault(ctx, cause)
+	}
+	p.e.log.Debug("the way to an agent broke", "sandbox", b.id, "request_id", rpc.RequestID(ctx), "error", err)
+	return rpc.Fault(ctx, fault.New(fault.Unavailable, "the agent of sandbox %s broke off; try again", b.id))
+}
+
+// refuse answers with an error, in the form that the caller's protocol has;
+// JSON when it has none.
+func (p *proxy) refuse(w http.ResponseWriter, r *http.Request, err error) {
+	if errors.Is(err, context.Canceled) {
+		panic(http.ErrAbortHandler) // nobody is there to read it
+	}
+	f := rpc.Fault(r.Context(), err)
+	w.Header().Set(rpc.Header, rpc.RequestID(r.Context()))
+	_ = p.errors.Write(w, r, fault.ToConnect(f)) // a failure is the caller's having gone
+}
+
+// buffers is where the proxy gets its buffers.
+type buffers struct{ pool sync.Pool }
+
+func (b *buffers) Get() []byte  { return b.pool.Get().(*[copyBuffer]byte)[:] }
+func (b *buffers) Put(p []byte) { b.pool.Put((*[copyBuffer]byte)(p)) }

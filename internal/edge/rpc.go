@@ -1,0 +1,170 @@
+package edge
+
+import (
+	"context"
+	"net/http"
+
+	"connectrpc.com/connect"
+
+	edgev1 "github.com/kernflux/opendsec/api/gen/edge/v1"
+	"github.com/kernflux/opendsec/api/gen/edge/v1/edgev1connect"
+	"github.com/kernflux/opendsec/internal/mtls"
+	"github.com/kernflux/opendsec/internal/rpc"
+	"github.com/kernflux/opendsec/internal/sandbox"
+)
+
+// guard lets in whom the edge serves: the API asks for everything, the watcher
+// for what it needs to keep the records true, and the two that have users'
+// bytes to pass for the data plane.
+func guard(next http.Handler) http.Handler {
+	return mtls.Handler(mtls.Allow{
+		edgev1connect.EdgeName:                    {mtls.RoleAPIServer},
+		edgev1connect.EdgeWatchProcedure:          {mtls.RoleAPIServer, mtls.RoleWatcher},
+		edgev1connect.EdgeForgetEndedProcedure:    {mtls.RoleAPIServer, mtls.RoleWatcher},
+		edgev1connect.EdgeDestroySandboxProcedure: {mtls.RoleAPIServer, mtls.RoleWatcher},
+		dataPlane: {mtls.RoleAPIServer, mtls.RoleE2B},
+	}, next)
+}
+
+// routes is what the edge answers, before the question who asks.
+func (e *Edge) routes() http.Handler {
+	mux := http.NewServeMux()
+	mux.Handle(edgev1connect.NewEdgeHandler(service{e}, connect.WithInterceptors(rpc.Interceptor(e.log), waiting{e})))
+	proxy := e.newProxy()
+	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		// Not by the mux: it would redirect paths that it finds unclean, and
+		// what they mean is the agent's matter.
+		if proxy.takes(r) {
+			proxy.ServeHTTP(w, r)
+			return
+		}
+		mux.ServeHTTP(w, r)
+	})
+}
+
+// waiting holds calls back until the edge is ready.
+type waiting struct{ e *Edge }
+
+func (i waiting) WrapUnary(next connect.UnaryFunc) connect.UnaryFunc {
+	return func(ctx context.Context, req connect.AnyRequest) (connect.AnyResponse, error) {
+		if err := i.e.wait(ctx); err != nil {
+			return nil, err
+		}
+		return next(ctx, req)
+	}
+}
+
+func (i waiting) WrapStreamingClient(next connect.StreamingClientFunc) connect.StreamingClientFunc {
+	return next
+}
+
+func (i waiting) WrapStreamingHandler(next connect.StreamingHandlerFunc) connect.StreamingHandlerFunc {
+	return func(ctx context.Context, conn connect.StreamingHandlerConn) error {
+		if err := i.e.wait(ctx); err != nil {
+			return err
+		}
+		return next(ctx, conn)
+	}
+}
+
+// service is the Edge service: it reads requests, asks the Edge and renders
+// what comes back.
+type service struct{ e *Edge }
+
+var _ edgev1connect.EdgeHandler = service{}
+
+func (s service) CreateSandbox(ctx context.Context, req *connect.Request[edgev1.CreateSandboxRequest]) (*connect.Response[edgev1.CreateSandboxResponse], error) {
+	entry, err := entryFromProto(req.Msg)
+	if err != nil {
+		return nil, err
+	}
+	st, err := s.e.create(ctx, entry)
+	if err != nil {
+		return nil, err
+	}
+	return connect.NewResponse(&edgev1.CreateSandboxResponse{Status: statusToProto(st)}), nil
+}
+
+func (s service) DestroySandbox(ctx context.Context, req *connect.Request[edgev1.DestroySandboxRequest]) (*connect.Response[edgev1.DestroySandboxResponse], error) {
+	id, err := idFromProto(req.Msg.GetId())
+	if err != nil {
+		return nil, err
+	}
+	st, known, err := s.e.destroy(ctx, id, endFromProto(req.Msg.GetEnd(), s.e.now()))
+	if err != nil {
+		return nil, err
+	}
+	res := &edgev1.DestroySandboxResponse{}
+	if known {
+		res.Status = statusToProto(st)
+	}
+	return connect.NewResponse(res), nil
+}
+
+func (s service) SetDeadlines(_ context.Context, req *connect.Request[edgev1.SetDeadlinesRequest]) (*connect.Response[edgev1.SetDeadlinesResponse], error) {
+	b, err := s.e.get(req.Msg.GetId())
+	if err != nil {
+		return nil, err
+	}
+	d, err := deadlinesFromProto(req.Msg)
+	if err != nil {
+		return nil, err
+	}
+	if err := b.setDeadlines(d, s.e.now()); err != nil {
+		return nil, err
+	}
+	return connect.NewResponse(&edgev1.SetDeadlinesResponse{}), nil
+}
+
+func (s service) Touch(_ context.Context, req *connect.Request[edgev1.TouchRequest]) (*connect.Response[edgev1.TouchResponse], error) {
+	b, err := s.e.get(req.Msg.GetId())
+	if err != nil {
+		return nil, err
+	}
+	if end := b.end(); end != nil {
+		return nil, endedFault(b.id, *end)
+	}
+	b.touch(s.e.now())
+	return connect.NewResponse(&edgev1.TouchResponse{}), nil
+}
+
+func (s service) GetMetrics(ctx context.Context, req *connect.Request[edgev1.GetMetricsRequest]) (*connect.Response[edgev1.GetMetricsResponse], error) {
+	b, err := s.e.get(req.Msg.GetId())
+	if err != nil {
+		return nil, err
+	}
+	inst, err := b.measurable()
+	if err != nil {
+		return nil, err
+	}
+	used, err := inst.Usage(ctx)
+	if err != nil {
+		return nil, err
+	}
+	return connect.NewResponse(&edgev1.GetMetricsResponse{Metrics: metricsToProto(b.spec().Limits, used, s.e.now())}), nil
+}
+
+func (s service) Watch(ctx context.Context, _ *connect.Request[edgev1.WatchRequest], stream *connect.ServerStream[edgev1.WatchResponse]) error {
+	return s.e.watch(ctx, stream.Send)
+}
+
+func (s service) ForgetEnded(_ context.Context, req *connect.Request[edgev1.ForgetEndedRequest]) (*connect.Response[edgev1.ForgetEndedResponse], error) {
+	for _, id := range req.Msg.GetIds() {
+		if b := s.e.find(sandbox.ID(id)); b != nil {
+			s.e.forget(b)
+		}
+	}
+	return connect.NewResponse(&edgev1.ForgetEndedResponse{}), nil
+}
+
+func (s service) FindLeaks(ctx context.Context, req *connect.Request[edgev1.FindLeaksRequest]) (*connect.Response[edgev1.FindLeaksResponse], error) {
+	leaks, err := s.e.findLeaks(ctx, req.Msg.GetRecorded(), req.Msg.GetRepair())
+	if err != nil {
+		return nil, err
+	}
+	res := &edgev1.FindLeaksResponse{}
+	for _, l := range leaks {
+		res.Leaks = append(res.Leaks, s.e.leakToProto(l))
+	}
+	return connect.NewResponse(res), nil
+}
