@@ -1,0 +1,1 @@
+"""The async side, which is written; ``opendsec._sync`` is generated from it by tools/unasync.py."""

@@ -1,0 +1,171 @@
+"""What can be done inside one sandbox: calls to its agent, and what they raise.
+
+The agent's services lie under ``ADDRESS/sandboxes/ID``. The clients are made
+once for each sandbox, so that a command costs no setup.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager
+from typing import Any, TypeVar
+from urllib.parse import urlencode
+
+from connectrpc.code import Code
+from connectrpc.errors import ConnectError
+from pyqwest import Response
+
+from .. import _wire
+from .._gen.agent.v1.agent_connect import AgentClient
+from .._gen.filesystem.filesystem_connect import FilesystemClient
+from .._gen.opendsec.v1 import sandbox_pb
+from .._gen.opendsec.v1.sandbox_connect import SandboxServiceClient
+from .._gen.process.process_connect import ProcessClient
+from ..errors import ConnectionError, DSecError, SandboxEndedError
+from ._concurrent import next_within, reraise_cancelled
+from .connection import Connection, Unary
+
+REQ = TypeVar("REQ")
+T = TypeVar("T")
+
+# Milliseconds to find out whether a sandbox that does not answer has ended.
+_ASK_MS = 5000
+
+
+class Agent:
+    """The agent of one sandbox."""
+
+    def __init__(self, conn: Connection, api: SandboxServiceClient, sandbox_id: str) -> None:
+        self.conn = conn
+        self.id = sandbox_id
+        self._api = api
+        self._addr = f"{conn.addr}/sandboxes/{sandbox_id}"
+        self.process = self._service(ProcessClient)
+        self.filesystem = self._service(FilesystemClient)
+        self.agent = self._service(AgentClient)
+
+    def _service(self, client: Callable[..., T]) -> T:
+        return client(self._addr, http_client=self.conn.http, send_compression=None, accept_compression=())
+
+    def headers(self, user: str | None = None, timeout: float | None = None) -> Mapping[str, str]:
+        """Return the headers of a call as a user, which the server ends after timeout seconds."""
+        if user is None and timeout is None:
+            return self.conn.headers
+        headers = dict(self.conn.headers)
+        if user is not None:
+            headers["opendsec-user"] = user
+        if timeout is not None:
+            headers["connect-timeout-ms"] = str(max(1, round(timeout * 1000)))
+        return headers
+
+    async def call(
+        self,
+        method: Unary[REQ, T],
+        request: REQ,
+        *,
+        user: str | None = None,
+        once: bool = False,
+        timeout_ms: int | None = None,
+    ) -> T:
+        """Make a call; the arguments are those of Connection.call."""
+        headers = self.headers(user)
+        try:
+            return await self.conn.call(method, request, headers=headers, once=once, timeout_ms=timeout_ms)
+        except ConnectionError as err:
+            raise await self._why(err) from err
+
+    async def failed(self, err: ConnectError) -> DSecError:
+        """Return what a failed call is to raise."""
+        return await self._why(self.conn.error(err))
+
+    async def _why(self, err: DSecError) -> DSecError:
+        """Return err, or that the sandbox has ended if that is why it does not answer."""
+        if not isinstance(err, ConnectionError):
+            return err
+        try:
+            answer = await self._api.get_sandbox(
+                sandbox_pb.GetSandboxRequest(id=self.id), headers=self.conn.headers, timeout_ms=_ASK_MS
+            )
+        except ConnectError as why:
+            reraise_cancelled(why)
+            return err
+        end = _wire.end(answer.sandbox.end) if answer.sandbox is not None else None
+        if end is None:
+            return err
+        ended = SandboxEndedError(
+            f"sandbox {self.id} has ended: {end.detail or end.reason}", domain=end.domain
+        )
+        ended.end = end
+        return ended
+
+    async def transfer(
+        self,
+        method: str,
+        path: str,
+        query: Mapping[str, str],
+        *,
+        user: str | None = None,
+        content: bytes | None = None,
+    ) -> bytes:
+        """Make a plain HTTP call that may be repeated, and return the answer's body."""
+
+        async def attempt(request: None, *, headers: Any = None, timeout_ms: Any = None) -> bytes:
+            async with self.stream(method, path, query, headers=headers, content=content) as response:
+                return await self.whole(response)
+
+        try:
+            return await self.conn.call(attempt, None, headers=self._body_headers(user, content is not None))
+        except ConnectionError as err:
+            raise await self._why(err) from err
+
+    def _body_headers(self, user: str | None, body: bool) -> Mapping[str, str]:
+        headers = dict(self.headers(user))
+        if body:
+            headers["content-type"] = "application/octet-stream"
+        return headers
+
+    @asynccontextmanager
+    async def stream(
+        self,
+        method: str,
+        path: str,
+        query: Mapping[str, str],
+        *,
+        headers: Mapping[str, str],
+        content: bytes | AsyncIterator[bytes] | None = None,
+    ) -> AsyncIterator[Response]:
+        """Make a plain HTTP call and give its answer to read; raise ConnectError if it fails, also later."""
+        opening = self.conn.http.stream(
+            method, f"{self._addr}{path}?{urlencode(query)}", headers=headers, content=content
+        )
+        try:
+            response = await opening.__aenter__()
+        except Exception as err:
+            raise ConnectError(Code.UNAVAILABLE, str(err)) from err
+        try:
+            if response.status >= 400:
+                raise _wire.http_error(response.status, await self.whole(response))
+            yield response
+        finally:
+            await opening.__aexit__(None, None, None)
+
+    async def pieces(self, response: Response) -> AsyncIterator[bytes]:
+        """Read an answer's body piece by piece; raise ConnectError when it breaks off."""
+        wanted = response.headers.get("content-length")
+        got = 0
+        body = aiter(response.content)
+        while True:
+            try:
+                piece = bytes(await next_within(body, self.conn.timeout))
+            except StopAsyncIteration:
+                break
+            except Exception as err:
+                raise ConnectError(Code.UNAVAILABLE, str(err) or "the answer stopped coming") from err
+            got += len(piece)
+            yield piece
+        if wanted is not None and got != int(wanted):
+            raise ConnectError(Code.UNAVAILABLE, f"the answer broke off after {got} of {wanted} bytes")
+
+    async def whole(self, response: Response) -> bytes:
+        """Read an answer's body."""
+        return b"".join([piece async for piece in self.pieces(response)])
