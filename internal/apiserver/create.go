@@ -1,0 +1,420 @@
+package apiserver
+
+import (
+	"context"
+	"crypto/sha256"
+	"encoding/hex"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"time"
+
+	"golang.org/x/sync/errgroup"
+
+	"github.com/kernflux/opendsec/internal/apiserver/placement"
+	"github.com/kernflux/opendsec/internal/fault"
+	"github.com/kernflux/opendsec/internal/iam/role"
+	"github.com/kernflux/opendsec/internal/sandbox"
+	"github.com/kernflux/opendsec/internal/store"
+)
+
+const (
+	// maxAttempts is on how many nodes a sandbox is tried before the caller is
+	// told of the last failure.
+	maxAttempts = 3
+	// startTimeout bounds one attempt.
+	startTimeout = 2 * time.Minute
+	// recordTime bounds what is recorded for a caller that has gone away.
+	recordTime = 30 * time.Second
+	// awaitEvery is how often a call looks whether an earlier one with the same
+	// idempotency key, which may run in another process, is done.
+	awaitEvery = 20 * time.Millisecond
+
+	maxCount   = 100
+	sideBySide = 32 // starts of one call
+)
+
+// order is one or more sandboxes that may be made: checked, complete, allowed.
+type order struct {
+	caller    string
+	project   sandbox.Project
+	spec      sandbox.Spec
+	digest    string
+	count     int
+	allOrNone bool
+	key       store.Idempotency
+}
+
+// wish is what a call asks to be made.
+type wish struct {
+	project   string
+	spec      sandbox.Spec
+	count     int
+	allOrNone bool
+	key       string
+}
+
+// admit checks all about a wish that does not depend on what else runs, and
+// fills the defaults of its spec.
+func (s *Server) admit(ctx context.Context, w wish) (*order, error) {
+	if w.count < 1 || w.count > maxCount {
+		return nil, fault.Invalid("count", "count must be from 1 to %d, not %d", maxCount, w.count)
+	}
+	if err := checkSpec(&w.spec); err != nil {
+		return nil, err
+	}
+	if err := checkIdempotencyKey(w.key); err != nil {
+		return nil, err
+	}
+	p, err := parseProject(w.project)
+	if err != nil {
+		return nil, err
+	}
+	c := callerOf(ctx)
+	if err := c.need(role.Developer, p, "project"); err != nil {
+		return nil, err
+	}
+	o := &order{caller: c.name, project: p, spec: w.spec, count: w.count, allOrNone: w.allOrNone}
+	if o.key, err = w.idempotency(c.name); err != nil {
+		return nil, err
+	}
+	o.digest, err = s.resolve(ctx, p, w.spec.Image)
+	return o, err
+}
+
+// idempotency returns the key with a hash of all that is asked.
+func (w wish) idempotency(caller string) (store.Idempotency, error) {
+	if w.key == "" {
+		return store.Idempotency{}, nil
+	}
+	data, err := json.Marshal(struct {
+		Spec      sandbox.Spec
+		Count     int
+		AllOrNone bool
+	}{w.spec, w.count, w.allOrNone})
+	if err != nil {
+		return store.Idempotency{}, fmt.Errorf("hash the request: %w", err)
+	}
+	sum := sha256.Sum256(data)
+	return store.Idempotency{Caller: caller, Key: w.key, RequestHash: hex.EncodeToString(sum[:])}, nil
+}
+
+func parseProject(path string) (sandbox.Project, error) {
+	if path == "" {
+		return "", fault.Invalid("project", "project is missing: name one, such as root/demo, or set OPENDSEC_PROJECT")
+	}
+	p, err := sandbox.ParseProject(path)
+	if err != nil {
+		return "", fault.Invalid("project", "%w", err)
+	}
+	return p, nil
+}
+
+// resolve returns the digest of an image that is visible in a project.
+func (s *Server) resolve(ctx context.Context, p sandbox.Project, name sandbox.ImageName) (string, error) {
+	if name.Project.Contains(p) {
+		img, err := s.deps.DB.GetImage(ctx, name)
+		if err == nil {
+			return img.Digest, nil
+		}
+		if !fault.Is(err, fault.NotFound) {
+			return "", err
+		}
+	}
+	err := fault.New(fault.NotFound, "image %s does not exist or is not visible in project %s: see `opendsecctl image list`, or bring it in with `opendsecctl image import SOURCE %s`", name, p, name)
+	err.Field = "spec.image"
+	return "", err
+}
+
+// made is a sandbox that was asked for, or why it was not made.
+type made struct {
+	sandbox *sandbox.Sandbox
+	err     error
+}
+
+// create makes what an order asks for: recorded and placed in one transaction,
+// made by the nodes, recorded as running. The error is nil when each result
+// says for itself how it went, as it is without allOrNone.
+func (s *Server) create(ctx context.Context, o *order) ([]made, error) {
+	results, existing, err := s.reserve(ctx, o)
+	if err != nil {
+		return nil, err
+	}
+	if existing != nil {
+		return s.awaitAll(ctx, o, existing)
+	}
+	if err = s.startAll(ctx, o, results); err == nil {
+		return results, nil
+	}
+	s.undo(ctx, results)
+	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), recordTime)
+	defer cancel()
+	if ferr := s.deps.DB.ForgetKey(ctx, o.project, o.key); ferr != nil {
+		s.log.Error("a failed call cannot be repeated with its idempotency key", "error", ferr)
+	}
+	return nil, err
+}
+
+// reserve records the sandboxes on the nodes that placement chooses, or returns
+// those that an earlier call with the same key made.
+func (s *Server) reserve(ctx context.Context, o *order) (results []made, existing []*sandbox.Sandbox, err error) {
+	now := s.deps.Now().UTC()
+	results = make([]made, o.count)
+	sbs := make([]*sandbox.Sandbox, o.count)
+	refused := map[sandbox.ID]error{}
+	for i := range sbs {
+		sbs[i] = &sandbox.Sandbox{
+			ID: sandbox.NewID(), Project: o.project, Caller: o.caller, Spec: o.spec,
+			State: sandbox.Pending, ImageDigest: o.digest, CreatedAt: now,
+		}
+	}
+	choose := s.chooser(o.spec, o.digest, nil)
+	existing, err = s.deps.DB.CreateSandboxes(ctx, sbs, o.key, func(sb *sandbox.Sandbox, nodes []store.NodeUsage, projects []store.ProjectUsage) (string, error) {
+		node, err := choose(sb, nodes, projects)
+		if err != nil && !o.allOrNone {
+			refused[sb.ID] = err
+			return "", store.ErrLeaveOut
+		}
+		return node, err
+	})
+	if err != nil || existing != nil {
+		return nil, existing, err
+	}
+	for i, sb := range sbs {
+		if sb.Node == "" {
+			results[i].err = refused[sb.ID]
+			continue
+		}
+		results[i].sandbox = sb
+	}
+	return results, nil, nil
+}
+
+// chooser returns placement's choice for sandboxes of a spec in the store's terms.
+func (s *Server) chooser(spec sandbox.Spec, digest string, avoid []string) store.Place {
+	req := placement.Request{
+		Backend: spec.Backend, Limits: spec.Limits, NeedsPause: spec.OnIdle == sandbox.PauseOnIdle,
+		ImageDigest: digest, Avoid: avoid,
+	}
+	return func(_ *sandbox.Sandbox, nodes []store.NodeUsage, projects []store.ProjectUsage) (string, error) {
+		return placement.Choose(req, s.nodes.placement(nodes), quotas(projects))
+	}
+}
+
+func quotas(projects []store.ProjectUsage) []placement.Project {
+	out := make([]placement.Project, len(projects))
+	for i, p := range projects {
+		q := p.Project.Quota
+		out[i] = placement.Project{
+			Path: p.Project.Path, Used: p.Used,
+			Quota: placement.Quota{Sandboxes: q.Sandboxes, CPU: q.CPU, MemoryMB: q.MemoryMB},
+		}
+	}
+	return out
+}
+
+// startAll starts what was reserved, side by side. With allOrNone the first
+// failure ends the others and is the error.
+func (s *Server) startAll(ctx context.Context, o *order, results []made) error {
+	group, ctx := errgroup.WithContext(ctx)
+	group.SetLimit(sideBySide)
+	for i := range results {
+		if results[i].sandbox == nil {
+			continue
+		}
+		group.Go(func() error {
+			sb, err := s.start(ctx, results[i].sandbox)
+			results[i] = made{sb, err}
+			if o.allOrNone {
+				return err
+			}
+			return nil
+		})
+	}
+	return group.Wait()
+}
+
+// start has a recorded sandbox made by its node, or, when the node fails, by
+// another. On an error the record has an end.
+func (s *Server) start(ctx context.Context, sb *sandbox.Sandbox) (*sandbox.Sandbox, error) {
+	var failed []string
+	for {
+		m, err := s.startOn(ctx, sb)
+		if err == nil {
+			return s.recordRunning(ctx, sb, m)
+		}
+		if ctx.Err() != nil {
+			s.abandon(ctx, sb, whyAbandoned(ctx))
+			return nil, err
+		}
+		if !nodeFailed(err) {
+			return nil, s.failed(ctx, sb, err)
+		}
+		failed = append(failed, sb.Node)
+		if len(failed) == maxAttempts {
+			return nil, s.failed(ctx, sb, err)
+		}
+		moved, merr := s.deps.DB.MoveSandbox(ctx, sb.ID, s.chooser(sb.Spec, sb.ImageDigest, failed))
+		if merr != nil {
+			// Why the first node failed tells more than why there is no other.
+			return nil, s.failed(ctx, sb, err)
+		}
+		s.log.Warn("a node could not make a sandbox, trying another", "sandbox", sb.ID, "node", sb.Node, "other", moved.Node, "error", err)
+		sb = moved
+	}
+}
+
+// startOn has the sandbox's node make it.
+func (s *Server) startOn(ctx context.Context, sb *sandbox.Sandbox) (machine, error) {
+	if err := ctx.Err(); err != nil {
+		return machine{}, err
+	}
+	late := fault.New(fault.Unavailable, "node %s did not make sandbox %s within %s", sb.Node, sb.ID, startTimeout)
+	within, cancel := context.WithTimeoutCause(ctx, startTimeout, late)
+	defer cancel()
+	address, err := s.nodes.of(within, sb.Node)
+	if err != nil {
+		return machine{}, err
+	}
+	m, err := s.edges.create(within, address, sb)
+	if err != nil && errors.Is(context.Cause(within), late) {
+		err = late
+	}
+	return m, err
+}
+
+// nodeFailed reports whether another node might do better: the fault is ours,
+// or the node does not have the image.
+func nodeFailed(err error) bool {
+	e := fault.Of(err)
+	return e.DomainOf() == sandbox.Infra || e.Kind == fault.NotFound
+}
+
+// whyAbandoned returns the end of a sandbox whose start was given up.
+func whyAbandoned(ctx context.Context) sandbox.End {
+	end := sandbox.End{Reason: sandbox.ReasonStopped, Domain: sandbox.User, Detail: "its caller went away before it ran"}
+	cause := context.Cause(ctx)
+	if !errors.Is(cause, context.Canceled) && !errors.Is(cause, context.DeadlineExceeded) {
+		end.Detail = undoneDetail
+	}
+	return end
+}
+
+const undoneDetail = "another sandbox of its set could not be made"
+
+// failed records that a sandbox could not be made and returns why.
+func (s *Server) failed(ctx context.Context, sb *sandbox.Sandbox, err error) error {
+	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), recordTime)
+	defer cancel()
+	end := sandbox.End{
+		Reason: sandbox.ReasonStart, Domain: fault.Of(err).DomainOf(), Detail: fault.Of(err).Error(), Time: s.deps.Now().UTC(),
+	}
+	record, uerr := s.deps.DB.UpdateSandbox(ctx, sb.ID, func(r *sandbox.Sandbox) error { return r.Finish(end) })
+	if uerr != nil {
+		s.log.Error("record that a sandbox could not be made", "sandbox", sb.ID, "error", uerr)
+	}
+	s.routes.drop(sb.ID)
+	if record != nil && record.End != nil && record.End.Reason == sandbox.ReasonStopped {
+		return ended(sb.ID, *record.End) // it was stopped meanwhile, that is why
+	}
+	return fmt.Errorf("start sandbox %s on node %s: %w", sb.ID, sb.Node, err)
+}
+
+// recordRunning records what the node made. When the record has been ended, or
+// is being ended, meanwhile, the machine goes too.
+func (s *Server) recordRunning(ctx context.Context, sb *sandbox.Sandbox, m machine) (*sandbox.Sandbox, error) {
+	record, cancel := context.WithTimeout(context.WithoutCancel(ctx), recordTime)
+	defer cancel()
+	running, err := s.deps.DB.UpdateSandbox(record, sb.ID, func(r *sandbox.Sandbox) error {
+		if err := r.MoveTo(sandbox.Running); err != nil {
+			return err
+		}
+		if m.backend != "" {
+			r.Spec.Backend = m.backend
+		}
+		if r.StartedAt.IsZero() {
+			r.StartedAt = m.startedAt
+		}
+		return nil
+	})
+	switch {
+	case err == nil && ctx.Err() != nil:
+		s.abandon(ctx, running, whyAbandoned(ctx))
+		return nil, ctx.Err()
+	case err == nil:
+		return running, nil
+	}
+	end := sandbox.End{Reason: sandbox.ReasonStopped, Domain: sandbox.User, Detail: "stopped before it ran"}
+	s.abandon(ctx, sb, end)
+	var wrong *sandbox.WrongStateError
+	if errors.As(err, &wrong) {
+		return nil, ended(sb.ID, end)
+	}
+	return nil, err
+}
+
+// abandon ends a sandbox that nobody waits for, on its node and in its record.
+// What fails here is finished by the watcher.
+func (s *Server) abandon(ctx context.Context, sb *sandbox.Sandbox, end sandbox.End) {
+	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), recordTime)
+	defer cancel()
+	if _, err := s.stop(ctx, sb, end); err != nil {
+		s.log.Warn("end an abandoned sandbox", "sandbox", sb.ID, "error", err)
+	}
+}
+
+// undo ends what was made of a set.
+func (s *Server) undo(ctx context.Context, results []made) {
+	var group errgroup.Group
+	group.SetLimit(sideBySide)
+	for _, r := range results {
+		if r.sandbox == nil || r.err != nil {
+			continue
+		}
+		group.Go(func() error {
+			s.abandon(ctx, r.sandbox, sandbox.End{Reason: sandbox.ReasonStopped, Domain: sandbox.User, Detail: undoneDetail})
+			return nil
+		})
+	}
+	_ = group.Wait() // none returns an error
+}
+
+// awaitAll returns what an earlier call with the same key made, once it is made.
+func (s *Server) awaitAll(ctx context.Context, o *order, existing []*sandbox.Sandbox) ([]made, error) {
+	results := make([]made, o.count)
+	for i := range results {
+		if i >= len(existing) {
+			results[i].err = fault.New(fault.Capacity, "the first call with this idempotency key did not make it: ask with another key")
+			continue
+		}
+		sb, err := s.awaitStart(ctx, existing[i].ID)
+		results[i] = made{sb, err}
+		if err != nil && o.allOrNone {
+			return nil, err
+		}
+	}
+	return results, nil
+}
+
+// awaitStart returns a sandbox that another call is making, once it is made.
+func (s *Server) awaitStart(ctx context.Context, id sandbox.ID) (*sandbox.Sandbox, error) {
+	tick := time.NewTicker(awaitEvery)
+	defer tick.Stop()
+	for {
+		sb, err := s.deps.DB.GetSandbox(ctx, id)
+		if err != nil {
+			return nil, err
+		}
+		switch {
+		case sb.End != nil && sb.StartedAt.IsZero():
+			return nil, ended(id, *sb.End)
+		case sb.State != sandbox.Pending && sb.State != sandbox.Starting:
+			return sb, nil
+		}
+		select {
+		case <-tick.C:
+		case <-ctx.Done():
+			return nil, ctx.Err()
+		}
+	}
+}

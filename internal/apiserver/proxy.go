@@ -1,0 +1,203 @@
+package apiserver
+
+import (
+	"context"
+	"log"
+	"log/slog"
+	"net/http"
+	"net/http/httputil"
+	"net/url"
+	"strings"
+	"sync"
+	"time"
+
+	"github.com/kernflux/opendsec/internal/fault"
+	"github.com/kernflux/opendsec/internal/iam/role"
+	"github.com/kernflux/opendsec/internal/rpc"
+	"github.com/kernflux/opendsec/internal/sandbox"
+)
+
+// routeFresh is how long the data plane uses what it has read about a sandbox.
+// A stale route does no harm: a sandbox never changes its project or node, and
+// its node knows best whether it lives. It must stay below the time after
+// which the watcher lets a node forget a sandbox that has ended, so that a
+// caller is told how it ended.
+const routeFresh = time.Second
+
+// maxRoutes bounds the cache of routes; it is emptied when it is full.
+const maxRoutes = 20000
+
+// route is where the calls to a sandbox go.
+type route struct {
+	project sandbox.Project
+	node    *url.URL
+	end     *sandbox.End // it has ended
+	until   time.Time
+}
+
+func newRoutes() *routes { return &routes{byID: map[sandbox.ID]route{}} }
+
+type routes struct {
+	mu   sync.Mutex // guards byID
+	byID map[sandbox.ID]route
+}
+
+func (r *routes) get(id sandbox.ID, now time.Time) (route, bool) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	rt, ok := r.byID[id]
+	return rt, ok && now.Before(rt.until)
+}
+
+func (r *routes) put(id sandbox.ID, rt route) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	if len(r.byID) >= maxRoutes {
+		clear(r.byID)
+	}
+	r.byID[id] = rt
+}
+
+func (r *routes) drop(id sandbox.ID) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	delete(r.byID, id)
+}
+
+// dataPlane passes calls under /sandboxes/ID/ to the node of the sandbox, byte
+// for byte and both ways at once. The caller's token ends here.
+type dataPlane struct {
+	server *Server
+	proxy  *httputil.ReverseProxy
+}
+
+type routeKey struct{}
+
+func newDataPlane(s *Server) *dataPlane {
+	return &dataPlane{server: s, proxy: &httputil.ReverseProxy{
+		Transport:     s.deps.Edge.Transport,
+		FlushInterval: -1,
+		BufferPool:    &buffers{},
+		ErrorLog:      quiet(s.log),
+		Rewrite: func(r *httputil.ProxyRequest) {
+			rt := r.In.Context().Value(routeKey{}).(route)
+			r.Out.URL.Scheme, r.Out.URL.Host = rt.node.Scheme, rt.node.Host
+			r.Out.Host = ""
+			r.Out.Header.Del("Authorization")
+		},
+		ErrorHandler: s.proxyFailed,
+	}}
+}
+
+func (d *dataPlane) ServeHTTP(w http.ResponseWriter, r *http.Request) {
+	rt, err := d.admit(r)
+	if err != nil {
+		d.server.fail(w, r, err)
+		return
+	}
+	// HTTP/1.1 would otherwise read the whole request before the answer begins.
+	// HTTP/2 always allows both at once and says that it cannot be asked to.
+	_ = http.NewResponseController(w).EnableFullDuplex()
+	d.proxy.ServeHTTP(w, r.WithContext(context.WithValue(r.Context(), routeKey{}, rt)))
+}
+
+// admit finds the sandbox of a call and checks that the caller may use it.
+func (d *dataPlane) admit(r *http.Request) (route, error) {
+	c, err := d.server.door.authenticate(r.Context(), r.Header)
+	if err != nil {
+		return route{}, err
+	}
+	id, err := sandbox.ParseID(r.PathValue("id"))
+	if err != nil {
+		return route{}, unknownSandbox(r.PathValue("id"))
+	}
+	rt, err := d.find(r.Context(), id)
+	if err != nil {
+		return route{}, err
+	}
+	if err := mayUse(c, role.Developer, id, rt.project); err != nil {
+		return route{}, err
+	}
+	if rt.end != nil {
+		return route{}, ended(id, *rt.end)
+	}
+	return rt, nil
+}
+
+func (d *dataPlane) find(ctx context.Context, id sandbox.ID) (route, error) {
+	now := d.server.deps.Now()
+	if rt, ok := d.server.routes.get(id, now); ok {
+		return rt, nil
+	}
+	sb, err := d.server.load(ctx, id)
+	if err != nil {
+		return route{}, err
+	}
+	rt := route{project: sb.Project, end: sb.End, until: now.Add(routeFresh)}
+	if sb.End == nil {
+		address, err := d.server.nodes.of(ctx, sb.Node)
+		if err != nil {
+			return route{}, err
+		}
+		if rt.node, err = url.Parse(edgeURL(address)); err != nil {
+			return route{}, fault.New(fault.Internal, "address %q of node %s: %w", address, sb.Node, err)
+		}
+	}
+	d.server.routes.put(id, rt)
+	return rt, nil
+}
+
+// newIdentityProxy passes the calls of IdentityService to iam as they are,
+// with the caller's token, which iam checks itself.
+func newIdentityProxy(s *Server) http.Handler {
+	return &httputil.ReverseProxy{
+		Transport:     s.deps.IAM.Transport,
+		FlushInterval: -1,
+		ErrorLog:      quiet(s.log),
+		Rewrite: func(r *httputil.ProxyRequest) {
+			r.Out.URL.Scheme, r.Out.URL.Host = "https", s.cfg.IAMAddress
+			r.Out.Host = ""
+		},
+		ErrorHandler: s.proxyFailed,
+	}
+}
+
+// quiet is for what the proxy says besides ErrorHandler: that a stream was cut.
+func quiet(to *slog.Logger) *log.Logger { return slog.NewLogLogger(to.Handler(), slog.LevelDebug) }
+
+// proxyFailed answers a call that could not be passed on.
+func (s *Server) proxyFailed(w http.ResponseWriter, r *http.Request, err error) {
+	if r.Context().Err() != nil {
+		// The caller is gone; ending its stream is all that is left to do.
+		panic(http.ErrAbortHandler)
+	}
+	where := "the iam service"
+	if strings.HasPrefix(r.URL.Path, "/sandboxes/") {
+		where = "the sandbox's node"
+	}
+	s.fail(w, r, fault.New(fault.Unavailable, "%s could not be reached, try again: %w", where, err))
+}
+
+// fail answers a call outside the Connect handlers with an error, in the form
+// of the protocol that the caller speaks; JSON when it speaks none.
+func (s *Server) fail(w http.ResponseWriter, r *http.Request, err error) {
+	told := rpc.Fault(r.Context(), err)
+	s.log.Debug("call failed", "path", r.URL.Path, "request_id", told.RequestID, "kind", told.Kind, "error", err)
+	w.Header().Set(rpc.Header, told.RequestID)
+	if werr := s.errors.Write(w, r, fault.ToConnect(told)); werr != nil {
+		s.log.Debug("write an error", "error", werr)
+	}
+}
+
+// buffers lends the proxy what it copies through; 64 KiB halves the calls of
+// a large file against the default.
+type buffers struct{ pool sync.Pool }
+
+func (b *buffers) Get() []byte {
+	if p, ok := b.pool.Get().(*[]byte); ok {
+		return *p
+	}
+	return make([]byte, 64<<10)
+}
+
+func (b *buffers) Put(p []byte) { b.pool.Put(&p) }

@@ -1,0 +1,124 @@
+package apiserver
+
+import (
+	"context"
+	"net/http"
+	"strings"
+	"sync"
+	"time"
+
+	"connectrpc.com/connect"
+
+	edgev1 "github.com/kernflux/opendsec/api/gen/edge/v1"
+	"github.com/kernflux/opendsec/api/gen/edge/v1/edgev1connect"
+	opendsecv1 "github.com/kernflux/opendsec/api/gen/opendsec/v1"
+	"github.com/kernflux/opendsec/internal/fault"
+	"github.com/kernflux/opendsec/internal/sandbox"
+)
+
+// edges reaches the nodes. Errors come back with their kind; a node that
+// cannot be reached is Unavailable.
+type edges struct {
+	http    *http.Client
+	options []connect.ClientOption
+
+	mu    sync.Mutex // guards byURL
+	byURL map[string]edgev1connect.EdgeClient
+}
+
+func newEdges(client *http.Client, options ...connect.ClientOption) *edges {
+	return &edges{http: client, options: options, byURL: map[string]edgev1connect.EdgeClient{}}
+}
+
+// edgeURL returns the base URL of the edge at an address, "host:port" or a URL.
+func edgeURL(address string) string {
+	if strings.Contains(address, "://") {
+		return strings.TrimSuffix(address, "/")
+	}
+	return "https://" + address
+}
+
+func (e *edges) at(address string) edgev1connect.EdgeClient {
+	url := edgeURL(address)
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	c, ok := e.byURL[url]
+	if !ok {
+		c = edgev1connect.NewEdgeClient(e.http, url, e.options...)
+		e.byURL[url] = c
+	}
+	return c
+}
+
+// machine is what a node says about one of its sandboxes.
+type machine struct {
+	backend   sandbox.Backend
+	startedAt time.Time
+	end       *sandbox.End
+}
+
+func machineFromProto(p *edgev1.SandboxStatus) machine {
+	m := machine{backend: sandbox.Backend(p.GetBackend()), startedAt: timeFromProto(p.GetStartedAt())}
+	if p.GetEnd() != nil {
+		end := fault.EndFromProto(p.GetEnd())
+		m.end = &end
+	}
+	return m
+}
+
+// create makes the machine of a record and returns when its agent answers.
+func (e *edges) create(ctx context.Context, address string, sb *sandbox.Sandbox) (machine, error) {
+	res, err := e.at(address).CreateSandbox(ctx, connect.NewRequest(&edgev1.CreateSandboxRequest{
+		Id: string(sb.ID), Project: string(sb.Project), Spec: specToProto(sb.Spec),
+		ImageDigest: sb.ImageDigest, CreatedAt: timeToProto(sb.CreatedAt),
+	}))
+	if err != nil {
+		return machine{}, fault.FromConnect(err)
+	}
+	return machineFromProto(res.Msg.GetStatus()), nil
+}
+
+// destroy ends a machine. The end that comes back is the node's, which may be
+// an earlier one; it is nil when the node knows nothing of the sandbox.
+func (e *edges) destroy(ctx context.Context, address string, id sandbox.ID, end sandbox.End) (*sandbox.End, error) {
+	res, err := e.at(address).DestroySandbox(ctx, connect.NewRequest(&edgev1.DestroySandboxRequest{
+		Id: string(id), End: fault.EndToProto(end),
+	}))
+	if err != nil {
+		return nil, fault.FromConnect(err)
+	}
+	return machineFromProto(res.Msg.GetStatus()).end, nil
+}
+
+func (e *edges) setDeadlines(ctx context.Context, address string, id sandbox.ID, d sandbox.Deadlines) error {
+	_, err := e.at(address).SetDeadlines(ctx, connect.NewRequest(&edgev1.SetDeadlinesRequest{
+		Id: string(id), TtlRunningStop: durationToProto(d.Idle), TtlLifetime: durationToProto(d.Lifetime),
+	}))
+	return fault.FromConnect(err)
+}
+
+func (e *edges) touch(ctx context.Context, address string, id sandbox.ID) error {
+	_, err := e.at(address).Touch(ctx, connect.NewRequest(&edgev1.TouchRequest{Id: string(id)}))
+	return fault.FromConnect(err)
+}
+
+func (e *edges) metrics(ctx context.Context, address string, id sandbox.ID) (*opendsecv1.Metrics, error) {
+	res, err := e.at(address).GetMetrics(ctx, connect.NewRequest(&edgev1.GetMetricsRequest{Id: string(id)}))
+	if err != nil {
+		return nil, fault.FromConnect(err)
+	}
+	return res.Msg.GetMetrics(), nil
+}
+
+func (e *edges) deleteImage(ctx context.Context, address, digest string) error {
+	_, err := e.at(address).DeleteImage(ctx, connect.NewRequest(&edgev1.DeleteImageRequest{Digest: digest}))
+	return fault.FromConnect(err)
+}
+
+func (e *edges) findLeaks(ctx context.Context, address string, repair bool, recorded []string) ([]*opendsecv1.Leak, error) {
+	res, err := e.at(address).FindLeaks(ctx, connect.NewRequest(&edgev1.FindLeaksRequest{Repair: repair, Recorded: recorded}))
+	if err != nil {
+		return nil, fault.FromConnect(err)
+	}
+	return res.Msg.GetLeaks(), nil
+}

@@ -1,0 +1,164 @@
+package apiserver
+
+import (
+	"context"
+
+	"connectrpc.com/connect"
+	"google.golang.org/protobuf/types/known/durationpb"
+
+	opendsecv1 "github.com/kernflux/opendsec/api/gen/opendsec/v1"
+	"github.com/kernflux/opendsec/api/gen/opendsec/v1/opendsecv1connect"
+	"github.com/kernflux/opendsec/internal/fault"
+	"github.com/kernflux/opendsec/internal/iam/role"
+	"github.com/kernflux/opendsec/internal/rpc"
+	"github.com/kernflux/opendsec/internal/sandbox"
+)
+
+// sandboxRPC is SandboxService in terms of Server.
+type sandboxRPC struct{ s *Server }
+
+var _ opendsecv1connect.SandboxServiceHandler = sandboxRPC{}
+
+func (h sandboxRPC) CreateSandbox(ctx context.Context, req *connect.Request[opendsecv1.CreateSandboxRequest]) (*connect.Response[opendsecv1.CreateSandboxResponse], error) {
+	spec, err := specFromProto(req.Msg.GetSpec())
+	if err != nil {
+		return nil, err
+	}
+	results, err := h.create(ctx, wish{
+		project: req.Msg.GetProject(), spec: spec, key: req.Msg.GetIdempotencyKey(), count: 1, allOrNone: true,
+	})
+	if err != nil {
+		return nil, err
+	}
+	return connect.NewResponse(&opendsecv1.CreateSandboxResponse{Sandbox: sandboxToProto(results[0].sandbox)}), nil
+}
+
+func (h sandboxRPC) CreateSandboxes(ctx context.Context, req *connect.Request[opendsecv1.CreateSandboxesRequest]) (*connect.Response[opendsecv1.CreateSandboxesResponse], error) {
+	spec, err := specFromProto(req.Msg.GetSpec())
+	if err != nil {
+		return nil, err
+	}
+	results, err := h.create(ctx, wish{
+		project: req.Msg.GetProject(), spec: spec, key: req.Msg.GetIdempotencyKey(),
+		count: int(req.Msg.GetCount()), allOrNone: req.Msg.GetAllOrNone(),
+	})
+	if err != nil {
+		return nil, err
+	}
+	out := &opendsecv1.CreateSandboxesResponse{}
+	for _, r := range results {
+		out.Results = append(out.Results, resultToProto(ctx, r))
+	}
+	return connect.NewResponse(out), nil
+}
+
+func (h sandboxRPC) create(ctx context.Context, w wish) ([]made, error) {
+	order, err := h.s.admit(ctx, w)
+	if err != nil {
+		return nil, err
+	}
+	return h.s.create(ctx, order)
+}
+
+func resultToProto(ctx context.Context, r made) *opendsecv1.CreateResult {
+	if r.err != nil {
+		return &opendsecv1.CreateResult{Result: &opendsecv1.CreateResult_Error{Error: fault.Info(rpc.Fault(ctx, r.err))}}
+	}
+	return &opendsecv1.CreateResult{Result: &opendsecv1.CreateResult_Sandbox{Sandbox: sandboxToProto(r.sandbox)}}
+}
+
+func (h sandboxRPC) GetSandbox(ctx context.Context, req *connect.Request[opendsecv1.GetSandboxRequest]) (*connect.Response[opendsecv1.GetSandboxResponse], error) {
+	sb, err := h.s.find(ctx, req.Msg.GetId(), role.Viewer)
+	if err != nil {
+		return nil, err
+	}
+	return connect.NewResponse(&opendsecv1.GetSandboxResponse{Sandbox: sandboxToProto(sb)}), nil
+}
+
+func (h sandboxRPC) ListSandboxes(ctx context.Context, req *connect.Request[opendsecv1.ListSandboxesRequest]) (*connect.Response[opendsecv1.ListSandboxesResponse], error) {
+	project, err := parseProject(req.Msg.GetProject())
+	if err != nil {
+		return nil, err
+	}
+	want := listing{
+		project: project, labels: req.Msg.GetLabels(), ended: req.Msg.GetEnded(),
+		size: int(req.Msg.GetPageSize()), token: req.Msg.GetPageToken(),
+	}
+	for _, p := range req.Msg.GetStates() {
+		state := fault.StateFromProto(p)
+		if state == "" {
+			return nil, fault.Invalid("states", "unknown state %d", p)
+		}
+		want.states = append(want.states, state)
+	}
+	found, next, err := h.s.list(ctx, want)
+	if err != nil {
+		return nil, err
+	}
+	out := &opendsecv1.ListSandboxesResponse{NextPageToken: next}
+	for _, sb := range found {
+		out.Sandboxes = append(out.Sandboxes, sandboxToProto(sb))
+	}
+	return connect.NewResponse(out), nil
+}
+
+func (h sandboxRPC) StopSandbox(ctx context.Context, req *connect.Request[opendsecv1.StopSandboxRequest]) (*connect.Response[opendsecv1.StopSandboxResponse], error) {
+	sb, err := h.s.find(ctx, req.Msg.GetId(), role.Developer)
+	if err != nil {
+		return nil, err
+	}
+	sb, err = h.s.stop(ctx, sb, sandbox.End{Reason: sandbox.ReasonStopped, Domain: sandbox.User, Detail: "stopped by a call"})
+	if err != nil {
+		return nil, err
+	}
+	return connect.NewResponse(&opendsecv1.StopSandboxResponse{Sandbox: sandboxToProto(sb)}), nil
+}
+
+func (h sandboxRPC) SetTTL(ctx context.Context, req *connect.Request[opendsecv1.SetTTLRequest]) (*connect.Response[opendsecv1.SetTTLResponse], error) {
+	change := ttlChange{}
+	for _, f := range []struct {
+		name string
+		from *durationpb.Duration
+		to   *ttl
+	}{
+		{"ttl_running_stop", req.Msg.GetTtlRunningStop(), &change.idle},
+		{"ttl_lifetime", req.Msg.GetTtlLifetime(), &change.lifetime},
+	} {
+		if f.from == nil {
+			continue
+		}
+		d, err := durationFromProto(f.name, f.from)
+		if err != nil {
+			return nil, err
+		}
+		*f.to = ttl{set: true, value: d}
+	}
+	sb, err := h.s.setTTL(ctx, req.Msg.GetId(), change)
+	if err != nil {
+		return nil, err
+	}
+	return connect.NewResponse(&opendsecv1.SetTTLResponse{Sandbox: sandboxToProto(sb)}), nil
+}
+
+func (h sandboxRPC) RefreshSandbox(ctx context.Context, req *connect.Request[opendsecv1.RefreshSandboxRequest]) (*connect.Response[opendsecv1.RefreshSandboxResponse], error) {
+	sb, address, err := h.s.findAlive(ctx, req.Msg.GetId(), role.Developer)
+	if err != nil {
+		return nil, err
+	}
+	if err := h.s.edges.touch(ctx, address, sb.ID); err != nil {
+		return nil, err
+	}
+	return connect.NewResponse(&opendsecv1.RefreshSandboxResponse{}), nil
+}
+
+func (h sandboxRPC) GetMetrics(ctx context.Context, req *connect.Request[opendsecv1.GetMetricsRequest]) (*connect.Response[opendsecv1.GetMetricsResponse], error) {
+	sb, address, err := h.s.findAlive(ctx, req.Msg.GetId(), role.Viewer)
+	if err != nil {
+		return nil, err
+	}
+	metrics, err := h.s.edges.metrics(ctx, address, sb.ID)
+	if err != nil {
+		return nil, err
+	}
+	return connect.NewResponse(&opendsecv1.GetMetricsResponse{Metrics: metrics}), nil
+}
