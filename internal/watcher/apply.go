@@ -1,0 +1,127 @@
+package watcher
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"time"
+
+	"github.com/kernflux/opendsec/internal/fault"
+	"github.com/kernflux/opendsec/internal/sandbox"
+)
+
+// applyAll writes into the records what nodes have said and the records do not
+// say yet, because writing it failed when it came.
+func (w *Watcher) applyAll(ctx context.Context) error {
+	var failed []error
+	for _, n := range w.nodes {
+		for _, m := range n.look().machines {
+			failed = append(failed, w.apply(ctx, n.Name, m))
+		}
+	}
+	return errors.Join(failed...)
+}
+
+// apply writes what a node says of a sandbox into its record: its end, that it
+// runs, that it is paused. What the node has no business with is left to
+// destroyOrphans.
+func (w *Watcher) apply(ctx context.Context, node string, m machine) error {
+	sb, err := w.db.GetSandbox(ctx, m.id)
+	switch {
+	case fault.Is(err, fault.NotFound):
+		return nil
+	case err != nil:
+		return err
+	case sb.Node != node || !sb.State.Alive() || upToDate(sb, m):
+		return nil
+	}
+	_, err = w.db.UpdateSandbox(ctx, m.id, func(sb *sandbox.Sandbox) error {
+		if sb.Node != node {
+			return nil
+		}
+		return update(sb, m)
+	})
+	if err != nil {
+		return fmt.Errorf("record what node %s says of sandbox %s: %w", node, m.id, err)
+	}
+	return nil
+}
+
+// upToDate reports whether a live record says what its node does.
+func upToDate(sb *sandbox.Sandbox, m machine) bool {
+	return m.end == nil && (sb.State == m.state || !sb.State.CanBecome(m.state) || !usable(m.state))
+}
+
+// usable reports whether s is a state that a node's word moves a record to.
+func usable(s sandbox.State) bool { return s == sandbox.Running || s == sandbox.Paused }
+
+func update(sb *sandbox.Sandbox, m machine) error {
+	if sb.StartedAt.IsZero() {
+		sb.StartedAt = m.startedAt
+	}
+	if m.backend != "" {
+		sb.Spec.Backend = m.backend
+	}
+	if m.end != nil {
+		return sb.Finish(*m.end)
+	}
+	if usable(m.state) && sb.State.CanBecome(m.state) {
+		return sb.MoveTo(m.state)
+	}
+	return nil
+}
+
+// forgetEnded lets nodes drop what has ended and is recorded. It waits a while
+// after the record so that the API, which keeps what it has read for a second,
+// tells a caller how the sandbox ended and not that nobody knows it.
+func (w *Watcher) forgetEnded(ctx context.Context, now time.Time) error {
+	var failed []error
+	still := map[finding]bool{}
+	for _, n := range w.nodes {
+		var ids []sandbox.ID
+		for _, m := range n.look().machines {
+			if m.end == nil {
+				continue
+			}
+			recorded, err := w.recorded(ctx, n.Name, m.id)
+			if err != nil {
+				failed = append(failed, err)
+			}
+			if !recorded {
+				continue
+			}
+			f := finding{"ended", n.Name, m.id}
+			still[f] = true
+			if w.since(f, now) >= w.cfg.ForgetAfter {
+				ids = append(ids, m.id)
+			}
+		}
+		if len(ids) > 0 && !w.silent(n, now, w.cfg.SilentAfter) {
+			failed = append(failed, n.forget(ctx, ids))
+		}
+	}
+	w.settle("ended", still)
+	return errors.Join(failed...)
+}
+
+// recorded reports whether the end of a sandbox on a node needs no recording
+// any more: it is recorded, or no record places the sandbox there.
+func (w *Watcher) recorded(ctx context.Context, node string, id sandbox.ID) (bool, error) {
+	sb, err := w.db.GetSandbox(ctx, id)
+	if fault.Is(err, fault.NotFound) {
+		return true, nil
+	}
+	if err != nil {
+		return false, err
+	}
+	return sb.End != nil || sb.Node != node, nil
+}
+
+// purge removes records of sandboxes that ended long ago.
+func (w *Watcher) purge(ctx context.Context, now time.Time) error {
+	n, err := w.db.PurgeEnded(ctx, now.Add(-w.cfg.KeepEnded))
+	if n > 0 {
+		w.log.Info("removed the records of sandboxes that ended long ago", "count", n)
+	}
+	return err
+}
