@@ -173,14 +173,20 @@ func (b *Backend) create(ctx context.Context, r *ociRuntime, cfg backend.Config)
 		if err := s.mountRoot(cfg.Rootfs.Tree, d, cfg.StateDir); err != nil {
 			return err
 		}
-		if err := s.connect(cfg.Slot); err != nil {
+		if err := s.openNetwork(); err != nil {
 			return err
 		}
-		if err := b.writeSpec(s, cfg); err != nil {
+		if err := b.writeSpec(s, r, cfg); err != nil {
 			return err
+		}
+		connected := make(chan error, 1)
+		if cfg.Slot.NetNS == "" {
+			connected <- nil
+		} else {
+			go func() { connected <- s.connect(cfg.Slot) }()
 		}
 		pid, err = r.run(ctx, s, string(cfg.ID), cfg.StateDir)
-		return err
+		return errors.Join(err, <-connected)
 	})
 	if err != nil {
 		return nil, err
@@ -196,7 +202,7 @@ func (b *Backend) create(ctx context.Context, r *ociRuntime, cfg backend.Config)
 func groupOf(id sandbox.ID) string { return "container-" + string(id) }
 
 // writeSpec writes the bundle's configuration.
-func (b *Backend) writeSpec(s stage, cfg backend.Config) error {
+func (b *Backend) writeSpec(s stage, r *ociRuntime, cfg backend.Config) error {
 	spec := ocispec.Build(ocispec.Options{
 		Hostname:    cfg.Hostname,
 		Root:        filepath.Join(cfg.StateDir, rootDir),
@@ -209,6 +215,9 @@ func (b *Backend) writeSpec(s stage, cfg backend.Config) error {
 	})
 	if err := ocispec.AddSeccomp(spec); err != nil {
 		return err
+	}
+	if r.filter != "" {
+		spec.Annotations = map[string]string{filterAnnotation: r.filter}
 	}
 	text, err := json.Marshal(spec)
 	if err != nil {
@@ -316,7 +325,11 @@ func (b *Backend) try(ctx context.Context, r *ociRuntime, agent backend.Agent) (
 	if err := b.inGroups(i.process.PID, id); err != nil {
 		return err
 	}
-	return i.answers(ctx)
+	if err := i.answers(ctx); err != nil {
+		return err
+	}
+	r.keepFilter(string(id))
+	return nil
 }
 
 func (b *Backend) setTrial(id sandbox.ID, running bool) {

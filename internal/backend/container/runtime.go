@@ -3,6 +3,7 @@ package container
 import (
 	"bytes"
 	"context"
+	"encoding/base64"
 	"encoding/json"
 	"errors"
 	"fmt"
@@ -27,6 +28,24 @@ type ociRuntime struct {
 	name string
 	path string
 	root string // its records of containers, one directory each
+	// filter is the compiled form of the system call filter that all containers
+	// get, "" when the runtime shall compile it.
+	filter string
+}
+
+// filterAnnotation gives crun a compiled filter, in base64. Compiling takes
+// it 10 ms, more than all else that it does.
+const filterAnnotation = "run.oci.seccomp_bpf_data"
+
+// keepFilter keeps the filter that crun has compiled for a container, for those
+// that come after it. A crun that leaves none compiles each time.
+func (r *ociRuntime) keepFilter(id string) {
+	if r.name != "crun" {
+		return
+	}
+	if b, err := os.ReadFile(filepath.Join(r.root, id, "seccomp.bpf")); err == nil && len(b) > 0 {
+		r.filter = base64.StdEncoding.EncodeToString(b)
+	}
 }
 
 // findRuntimes returns those on this machine.
