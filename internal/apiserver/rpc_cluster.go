@@ -2,6 +2,7 @@ package apiserver
 
 import (
 	"context"
+	"slices"
 
 	"connectrpc.com/connect"
 
@@ -59,7 +60,8 @@ func (h clusterRPC) FindLeaks(ctx context.Context, req *connect.Request[opendsec
 	}
 	out := &opendsecv1.FindLeaksResponse{}
 	for _, n := range nodes {
-		leaks, err := h.leaksOn(ctx, n, req.Msg.GetRepair())
+		look := leakLook{s: h.s, node: n, repair: req.Msg.GetRepair()}
+		leaks, err := look.find(ctx)
 		if err != nil {
 			return nil, err
 		}
@@ -68,56 +70,74 @@ func (h clusterRPC) FindLeaks(ctx context.Context, req *connect.Request[opendsec
 	return connect.NewResponse(out), nil
 }
 
-// leaksOn asks one node. That it cannot be asked is a finding too: nobody
-// knows what is on it.
-func (h clusterRPC) leaksOn(ctx context.Context, n store.Node, repair bool) ([]*opendsecv1.Leak, error) {
-	live, err := h.s.deps.DB.LiveOnNode(ctx, n.Name)
-	if err != nil {
+// leakLook is a look for leaks on one node.
+type leakLook struct {
+	s      *Server
+	node   store.Node
+	repair bool
+	live   []*sandbox.Sandbox // what the records placed there when the look began
+}
+
+// find asks the node. That it cannot be asked is a finding too: nobody knows
+// what is on it.
+func (l *leakLook) find(ctx context.Context) ([]*opendsecv1.Leak, error) {
+	var err error
+	if l.live, err = l.s.deps.DB.LiveOnNode(ctx, l.node.Name); err != nil {
 		return nil, err
 	}
-	ids := make([]string, len(live))
-	for i, sb := range live {
+	ids := make([]string, len(l.live))
+	for i, sb := range l.live {
 		ids[i] = string(sb.ID)
 	}
-	leaks, err := h.s.edges.findLeaks(ctx, n.Address, repair, ids)
+	found, err := l.s.edges.findLeaks(ctx, l.node.Address, l.repair, ids)
+	if ctx.Err() != nil {
+		return nil, ctx.Err()
+	}
 	if err != nil {
-		if ctx.Err() != nil {
-			return nil, ctx.Err()
-		}
-		return []*opendsecv1.Leak{{Node: n.Name, Kind: "node", Name: n.Name, Detail: "it could not be asked: " + err.Error()}}, nil
+		return []*opendsecv1.Leak{{Node: l.node.Name, Kind: "node", Name: l.node.Name, Detail: "it could not be asked: " + err.Error()}}, nil
 	}
 	var out []*opendsecv1.Leak
-	for _, l := range leaks {
-		l.Node = n.Name
-		still, err := h.confirm(ctx, n.Name, l, live)
-		if err != nil {
-			return nil, err
+	for _, leak := range found {
+		leak.Node = l.node.Name
+		if leak.GetKind() == "record" {
+			if still, err := l.confirm(ctx, leak); err != nil {
+				return nil, err
+			} else if !still {
+				continue
+			}
 		}
-		if still {
-			out = append(out, l)
-		}
+		out = append(out, leak)
 	}
 	return out, nil
 }
 
-// confirm looks at the record that a leak of kind "record" is about once more:
-// sandboxes come and go while a node looks.
-func (h clusterRPC) confirm(ctx context.Context, node string, l *opendsecv1.Leak, before []*sandbox.Sandbox) (bool, error) {
-	id, err := sandbox.ParseID(l.GetName())
-	if l.GetKind() != "record" || err != nil {
-		return true, nil
-	}
-	sb, err := h.s.deps.DB.GetSandbox(ctx, id)
+// confirm looks once more at the record that a leak is about, since sandboxes
+// come and go while a node looks. With repair it ends the record of a sandbox
+// that its node does not have.
+func (l *leakLook) confirm(ctx context.Context, leak *opendsecv1.Leak) (bool, error) {
+	id := sandbox.ID(leak.GetName())
+	sb, err := l.s.deps.DB.GetSandbox(ctx, id)
 	if fault.Is(err, fault.NotFound) {
-		return true, nil
+		return true, nil // it lives there, and nobody knows of it
 	}
 	if err != nil {
 		return false, err
 	}
-	for _, b := range before {
-		if b.ID == id && b.State != sandbox.Pending && b.State != sandbox.Starting && b.State != sandbox.Stopping {
-			return sb.State == b.State, nil // recorded as there, then and now
-		}
+	missing := slices.ContainsFunc(l.live, func(before *sandbox.Sandbox) bool { return before.ID == id })
+	if !missing {
+		return sb.End != nil || sb.Node != l.node.Name, nil // else it was recorded meanwhile
 	}
-	return sb.End != nil || sb.Node != node, nil // what was recorded since is none
+	if sb.Node != l.node.Name || (sb.State != sandbox.Running && sb.State != sandbox.Paused) {
+		return false, nil // on its way in or out
+	}
+	if l.repair {
+		_, err = l.s.deps.DB.UpdateSandbox(ctx, id, func(r *sandbox.Sandbox) error {
+			return r.Finish(sandbox.End{
+				Reason: sandbox.ReasonLost, Domain: sandbox.Infra, Time: l.s.deps.Now().UTC(),
+				Detail: "node " + l.node.Name + " does not know it",
+			})
+		})
+		leak.Repaired = err == nil
+	}
+	return true, err
 }

@@ -79,7 +79,8 @@ func (e *edges) create(ctx context.Context, address string, sb *sandbox.Sandbox)
 }
 
 // destroy ends a machine. The end that comes back is the node's, which may be
-// an earlier one; it is nil when the node knows nothing of the sandbox.
+// an earlier one; it is nil when the node knows nothing of the sandbox. A
+// machine that is not removed yet is Unavailable.
 func (e *edges) destroy(ctx context.Context, address string, id sandbox.ID, end sandbox.End) (*sandbox.End, error) {
 	res, err := e.at(address).DestroySandbox(ctx, connect.NewRequest(&edgev1.DestroySandboxRequest{
 		Id: string(id), End: fault.EndToProto(end),
@@ -87,7 +88,11 @@ func (e *edges) destroy(ctx context.Context, address string, id sandbox.ID, end 
 	if err != nil {
 		return nil, fault.FromConnect(err)
 	}
-	return machineFromProto(res.Msg.GetStatus()).end, nil
+	status := res.Msg.GetStatus()
+	if state := fault.StateFromProto(status.GetState()); status != nil && state.Alive() {
+		return nil, fault.New(fault.Unavailable, "sandbox %s is still %s on its node", id, state)
+	}
+	return machineFromProto(status).end, nil
 }
 
 func (e *edges) setDeadlines(ctx context.Context, address string, id sandbox.ID, d sandbox.Deadlines) error {

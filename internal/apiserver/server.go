@@ -32,7 +32,8 @@ type Config struct {
 	// capacity; 0 means 8. One sandbox gets no more cores than a node has.
 	CPUOvercommit float64
 	// StopTimeout is how long StopSandbox waits for a node before it leaves
-	// the rest to the watcher; 0 means 15 s.
+	// the rest to the watcher; 0 means 20 s, which is longer than a node waits
+	// for itself.
 	StopTimeout time.Duration
 	// Version is what GetVersion answers.
 	Version string
@@ -77,7 +78,7 @@ func New(cfg Config, deps Deps) *Server {
 		cfg.CPUOvercommit = 8
 	}
 	if cfg.StopTimeout == 0 {
-		cfg.StopTimeout = 15 * time.Second
+		cfg.StopTimeout = 20 * time.Second
 	}
 	if deps.Now == nil {
 		deps.Now = time.Now

@@ -49,11 +49,14 @@ func (w *Watcher) apply(ctx context.Context, node string, m machine) error {
 
 // upToDate reports whether a live record says what its node does.
 func upToDate(sb *sandbox.Sandbox, m machine) bool {
-	return m.end == nil && (sb.State == m.state || !sb.State.CanBecome(m.state) || !usable(m.state))
+	return m.end == nil && (sb.State == m.state || !sb.State.CanBecome(m.state) || !told(m.state))
 }
 
-// usable reports whether s is a state that a node's word moves a record to.
-func usable(s sandbox.State) bool { return s == sandbox.Running || s == sandbox.Paused }
+// told reports whether s is a state that a node's word moves a record to. An
+// end does so by update.
+func told(s sandbox.State) bool {
+	return s == sandbox.Running || s == sandbox.Paused || s == sandbox.Stopping
+}
 
 func update(sb *sandbox.Sandbox, m machine) error {
 	if sb.StartedAt.IsZero() {
@@ -65,7 +68,7 @@ func update(sb *sandbox.Sandbox, m machine) error {
 	if m.end != nil {
 		return sb.Finish(*m.end)
 	}
-	if usable(m.state) && sb.State.CanBecome(m.state) {
+	if told(m.state) && sb.State.CanBecome(m.state) {
 		return sb.MoveTo(m.state)
 	}
 	return nil

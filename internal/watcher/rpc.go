@@ -23,7 +23,7 @@ type machine struct {
 	state     sandbox.State
 	backend   sandbox.Backend
 	startedAt time.Time
-	end       *sandbox.End
+	end       *sandbox.End // set once it is removed
 }
 
 // view is what a node has said of itself.
@@ -104,7 +104,7 @@ func (w *Watcher) take(ctx context.Context, n *node, msg *edgev1.WatchResponse, 
 		if p.GetStartedAt() != nil {
 			m.startedAt = p.GetStartedAt().AsTime()
 		}
-		if p.GetEnd() != nil {
+		if p.GetEnd() != nil && !m.state.Alive() { // else it is on its way
 			end := fault.EndFromProto(p.GetEnd())
 			m.end = &end
 		}
@@ -181,7 +181,7 @@ func (n *node) look() view {
 }
 
 // destroy ends a machine and returns its end, nil when the node knows nothing
-// of it.
+// of it. A machine that is not removed yet is Unavailable.
 func (n *node) destroy(ctx context.Context, id sandbox.ID, end sandbox.End) (*sandbox.End, error) {
 	ctx, cancel := context.WithTimeout(ctx, callTime)
 	defer cancel()
@@ -189,16 +189,20 @@ func (n *node) destroy(ctx context.Context, id sandbox.ID, end sandbox.End) (*sa
 	if err != nil {
 		return nil, fault.FromConnect(err)
 	}
-	if res.Msg.GetStatus().GetEnd() == nil {
+	status := res.Msg.GetStatus()
+	if status.GetEnd() == nil {
 		return nil, nil
 	}
-	first := fault.EndFromProto(res.Msg.GetStatus().GetEnd())
+	if state := fault.StateFromProto(status.GetState()); state.Alive() {
+		return nil, fault.New(fault.Unavailable, "sandbox %s is still %s", id, state)
+	}
+	first := fault.EndFromProto(status.GetEnd())
 	return &first, nil
 }
 
 // callTime bounds one call to a node, so that a node that hangs does not stop
-// the passes over the others.
-const callTime = 15 * time.Second
+// the passes over the others. It is longer than a node waits for itself.
+const callTime = 20 * time.Second
 
 // forget lets the node drop ended sandboxes.
 func (n *node) forget(ctx context.Context, ids []sandbox.ID) error {
