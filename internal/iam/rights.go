@@ -8,7 +8,9 @@ import (
 )
 
 // may reports whether the caller has the role on the project.
-func may(c store.Caller, want role.Role, p sandbox.Project) bool { return role.Allows(c.Grants, p, want) }
+func may(c store.Caller, want role.Role, p sandbox.Project) bool {
+	return role.Allows(c.Grants, p, want)
+}
 
 // needAdmin checks that the actor is admin on a project. One in which it has
 // no role might as well not exist.

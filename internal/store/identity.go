@@ -149,14 +149,14 @@ func (c *Change) CreateCaller(ctx context.Context, caller Caller) error {
 // DeleteCaller deletes a caller with its grants and tokens; NotFound when
 // there is none, WrongState when it is the last admin of the topmost project.
 func (c *Change) DeleteCaller(ctx context.Context, name string) error {
-	n, err := affected(c.tx.ExecContext(ctx, `DELETE FROM callers WHERE name = $1`, name))
+	before, err := getCaller(ctx, c.tx, name)
 	if err != nil {
+		return err
+	}
+	if _, err := c.tx.ExecContext(ctx, `DELETE FROM callers WHERE name = $1`, name); err != nil {
 		return fmt.Errorf("delete caller %s: %w", name, err)
 	}
-	if n == 0 {
-		return noCaller(name)
-	}
-	return c.keepAnAdmin(ctx, name)
+	return c.keepAnAdmin(ctx, before)
 }
 
 // SetGrant gives a caller a role on a project instead of the one it had there;
@@ -164,7 +164,8 @@ func (c *Change) DeleteCaller(ctx context.Context, name string) error {
 // project does not exist, WrongState when it would leave the topmost project
 // without an admin.
 func (c *Change) SetGrant(ctx context.Context, caller string, g role.Grant) (Caller, error) {
-	if _, err := getCaller(ctx, c.tx, caller); err != nil {
+	before, err := getCaller(ctx, c.tx, caller)
+	if err != nil {
 		return Caller{}, err
 	}
 	if g.Role != "" {
@@ -177,7 +178,7 @@ func (c *Change) SetGrant(ctx context.Context, caller string, g role.Grant) (Cal
 			return Caller{}, fmt.Errorf("take away the role of caller %s on %s: %w", caller, g.Project, err)
 		}
 	}
-	if err := c.keepAnAdmin(ctx, caller); err != nil {
+	if err := c.keepAnAdmin(ctx, before); err != nil {
 		return Caller{}, err
 	}
 	return getCaller(ctx, c.tx, caller)
@@ -195,17 +196,19 @@ func (c *Change) putGrant(ctx context.Context, caller string, g role.Grant) erro
 	return nil
 }
 
-// keepAnAdmin refuses a change after which nobody could manage the topmost
-// project.
-func (c *Change) keepAnAdmin(ctx context.Context, caller string) error {
-	var left, projects int64
-	err := c.tx.QueryRowContext(ctx, `SELECT (SELECT COUNT(*) FROM grants WHERE project = $1 AND role = $2),
-		(SELECT COUNT(*) FROM projects WHERE path = $1)`, role.Root, role.Admin).Scan(&left, &projects)
+// keepAnAdmin refuses a change to a caller, given as it was before, after which
+// nobody could manage the topmost project.
+func (c *Change) keepAnAdmin(ctx context.Context, before Caller) error {
+	if !role.Allows(before.Grants, role.Root, role.Admin) {
+		return nil
+	}
+	var left int64
+	err := c.tx.QueryRowContext(ctx, `SELECT COUNT(*) FROM grants WHERE project = $1 AND role = $2`, role.Root, role.Admin).Scan(&left)
 	if err != nil {
 		return fmt.Errorf("count the admins of %s: %w", role.Root, err)
 	}
-	if projects > 0 && left == 0 {
-		return fault.New(fault.WrongState, "caller %s is the last admin on project %s; make another one first", caller, role.Root)
+	if left == 0 {
+		return fault.New(fault.WrongState, "caller %s is the last admin on project %s; make another one first", before.Name, role.Root)
 	}
 	return nil
 }
@@ -229,10 +232,14 @@ func scanToken(row scanner) (Token, error) {
 
 // GetToken returns a token, also one that has ended; NotFound when there is
 // none.
-func (db *DB) GetToken(ctx context.Context, id string) (Token, error) { return getToken(ctx, db.read, id) }
+func (db *DB) GetToken(ctx context.Context, id string) (Token, error) {
+	return getToken(ctx, db.read, id)
+}
 
 // GetToken is DB.GetToken as the transaction sees it.
-func (c *Change) GetToken(ctx context.Context, id string) (Token, error) { return getToken(ctx, c.tx, id) }
+func (c *Change) GetToken(ctx context.Context, id string) (Token, error) {
+	return getToken(ctx, c.tx, id)
+}
 
 func getToken(ctx context.Context, q querier, id string) (Token, error) {
 	t, err := scanToken(q.QueryRowContext(ctx, `SELECT `+tokenColumns+` FROM tokens WHERE id = $1`, id))

@@ -15,15 +15,7 @@ import (
 // is closed at the test's end.
 func SQLite(t testing.TB) *store.DB {
 	t.Helper()
-	db, err := store.Open(t.Context(), "sqlite:"+filepath.Join(t.TempDir(), "test.db"))
-	if err != nil {
-		t.Fatal(err)
-	}
-	t.Cleanup(func() {
-		if err := db.Close(); err != nil {
-			t.Error(err)
-		}
-	})
+	db := Open(t, "sqlite:"+filepath.Join(t.TempDir(), "test.db"))
 	Projects(t, db, "root", "root/demo")
 	return db
 }
