@@ -12,11 +12,11 @@ import (
 
 // applyAll writes into the records what nodes have said and the records do not
 // say yet, because writing it failed when it came.
-func (w *Watcher) applyAll(ctx context.Context) error {
+func (w *Watcher) applyAll(ctx context.Context, now time.Time) error {
 	var failed []error
 	for _, n := range w.nodes {
 		for _, m := range n.look().machines {
-			failed = append(failed, w.apply(ctx, n.Name, m))
+			failed = append(failed, w.apply(ctx, n.Name, m, now))
 		}
 	}
 	return errors.Join(failed...)
@@ -24,8 +24,9 @@ func (w *Watcher) applyAll(ctx context.Context) error {
 
 // apply writes what a node says of a sandbox into its record: its end, that it
 // runs, that it is paused. What the node has no business with is left to
-// destroyOrphans.
-func (w *Watcher) apply(ctx context.Context, node string, m machine) error {
+// destroyOrphans. That a sandbox could not be started is the API's to record,
+// which may try another node; only when that takes too long it is done here.
+func (w *Watcher) apply(ctx context.Context, node string, m machine, now time.Time) error {
 	sb, err := w.db.GetSandbox(ctx, m.id)
 	switch {
 	case fault.Is(err, fault.NotFound):
@@ -33,6 +34,8 @@ func (w *Watcher) apply(ctx context.Context, node string, m machine) error {
 	case err != nil:
 		return err
 	case sb.Node != node || !sb.State.Alive() || upToDate(sb, m):
+		return nil
+	case m.end != nil && m.startedAt.IsZero() && sb.State == sandbox.Pending && now.Sub(sb.CreatedAt) < w.cfg.StartGrace:
 		return nil
 	}
 	_, err = w.db.UpdateSandbox(ctx, m.id, func(sb *sandbox.Sandbox) error {

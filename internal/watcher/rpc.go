@@ -127,7 +127,7 @@ func (w *Watcher) take(ctx context.Context, n *node, msg *edgev1.WatchResponse, 
 		return err
 	}
 	for _, m := range changed {
-		if err := w.apply(ctx, n.Name, m); err != nil {
+		if err := w.apply(ctx, n.Name, m, now); err != nil {
 			return err
 		}
 	}
