@@ -9,7 +9,7 @@ root=$(cd "$(dirname "$0")/.." && pwd)
 ops=/root/opendsec-ops
 lib=/usr/local/lib/opendsec
 state=
-listen=127.0.0.1:7300
+listen=
 source=docker.io/library/python:3.12
 action=install
 
@@ -24,7 +24,7 @@ usage() {
   cat <<EOF
 usage: deploy/quickstart.sh [options]
 
-  --listen ADDR:PORT  where the API listens (default $listen)
+  --listen ADDR:PORT  where the API listens (default 127.0.0.1:7300)
   --state DIR         where sandboxes and images are kept (default /data/opendsec
                       where something is mounted at /data, else /var/lib/opendsec)
   --ops DIR           where the configuration, the CA's key and the tokens are
@@ -85,7 +85,13 @@ uninstall() {
   say "removing"
   rm -f /etc/systemd/system/opendsec-*.service /usr/local/bin/opendsec /usr/local/bin/opendsecctl
   if has_systemd; then systemctl daemon-reload; fi
-  rm -rf "$lib" "$state" "$ops" "${root:?}/bin" "$root/build"
+  # What is mounted at the state's place stays; only what is in it goes.
+  if mountpoint -q "$state"; then
+    find "$state" -mindepth 1 -delete
+  else
+    rm -rf "$state"
+  fi
+  rm -rf "$lib" "$ops" "${root:?}/bin" "$root/build"
   note "gone: the services, $state, $ops, $lib"
   if [ -s /var/lib/opendsec-packages ]; then
     note "packages that the installation added stay; to remove them:"
@@ -219,7 +225,7 @@ install_all() {
   say "installing (programs, certificates, node settings)"
   make -s -C "$root" install PREFIX=/usr/local
   say "creating the project root/demo and its caller"
-  "$lib/opendsec" init --ops "$ops" --state "$state" --listen "$listen" --programs "$lib"
+  "$lib/opendsec" init --ops "$ops" --state "$state" ${listen:+--listen "$listen"} --programs "$lib"
   say "starting"
   start
   say "checking the image store"

@@ -55,6 +55,7 @@ var placed = map[string]layer{
 	"internal/watcher":   components,
 
 	"internal/archtest": programs,
+	"internal/program":  programs, // wires the servers
 	"internal/testenv":  programs, // starts components for tests
 	"cmd":               programs,
 	"test":              programs,

@@ -1,0 +1,128 @@
+package main
+
+import (
+	"bytes"
+	"context"
+	"errors"
+	"fmt"
+	"os"
+	"path/filepath"
+	"strconv"
+	"strings"
+	"time"
+
+	"github.com/spf13/cobra"
+	"golang.org/x/sys/unix"
+
+	"github.com/kernflux/opendsec/internal/program"
+)
+
+func downCommand() *cobra.Command {
+	var ops string
+	var sandboxes, all bool
+	c := &cobra.Command{
+		Use: "down", Short: "Stop the servers; sandboxes go on unless asked otherwise", Args: cobra.NoArgs,
+		RunE: run(func(ctx context.Context) error {
+			in, err := program.Load(ops)
+			if err != nil {
+				return err
+			}
+			if sandboxes || all {
+				if err := endSandboxes(ctx, in); err != nil {
+					return err
+				}
+			}
+			if err := stopServers(ctx, in); err != nil || !all {
+				return err
+			}
+			return in.RemoveFromHost(ctx)
+		}),
+	}
+	c.Flags().StringVar(&ops, "ops", program.DefaultOps, "directory of the configuration")
+	c.Flags().BoolVar(&sandboxes, "sandboxes", false, "end all sandboxes first")
+	c.Flags().BoolVar(&all, "remove-all", false, "end all sandboxes, and remove what the servers keep on the machine outside the state directory: mounts, network slots, control groups")
+	return c
+}
+
+// running returns the process that runs the installation.
+func running(in *program.Installation) (int, bool) {
+	b, err := os.ReadFile(pidFile(in))
+	if err != nil {
+		return 0, false
+	}
+	pid, err := strconv.Atoi(strings.TrimSpace(string(b)))
+	if err != nil {
+		return 0, false
+	}
+	// The number may be another process's by now.
+	args, err := os.ReadFile(filepath.Join("/proc", strconv.Itoa(pid), "cmdline"))
+	if err != nil || !bytes.Contains(args, []byte("opendsec")) || !bytes.Contains(args, []byte("\x00up\x00")) {
+		return 0, false
+	}
+	return pid, true
+}
+
+// stopServers ends the process that runs the installation and waits for it.
+func stopServers(ctx context.Context, in *program.Installation) error {
+	pid, ok := running(in)
+	if !ok {
+		return nil
+	}
+	fd, err := unix.PidfdOpen(pid, 0)
+	if errors.Is(err, unix.ESRCH) {
+		return nil
+	}
+	if err != nil {
+		return fmt.Errorf("watch process %d: %w", pid, err)
+	}
+	defer unix.Close(fd)
+	if err := unix.PidfdSendSignal(fd, unix.SIGTERM, nil, 0); err != nil && !errors.Is(err, unix.ESRCH) {
+		return fmt.Errorf("end process %d: %w", pid, err)
+	}
+	const grace = 30 * time.Second
+	for deadline := time.Now().Add(grace); time.Now().Before(deadline); {
+		n, err := unix.Poll([]unix.PollFd{{Fd: int32(fd), Events: unix.POLLIN}}, 500)
+		if n > 0 {
+			return nil
+		}
+		if err != nil && !errors.Is(err, unix.EINTR) {
+			return fmt.Errorf("wait for process %d: %w", pid, err)
+		}
+		if err := ctx.Err(); err != nil {
+			return err
+		}
+	}
+	return fmt.Errorf("process %d did not end within %s; its log is %s", pid, grace, logFile(in))
+}
+
+// endSandboxes ends all sandboxes, starting the servers for it if they are not
+// running.
+func endSandboxes(ctx context.Context, in *program.Installation) error {
+	client, err := in.Admin()
+	if err != nil {
+		return err
+	}
+	defer client.Close()
+	if client.Ping(ctx) == nil {
+		return client.StopAll(ctx)
+	}
+	own, cancel := context.WithCancel(ctx)
+	ended := make(chan error, 1)
+	go func() {
+		log, err := os.OpenFile(logFile(in), os.O_CREATE|os.O_WRONLY|os.O_APPEND, 0o600)
+		if err != nil {
+			ended <- fmt.Errorf("open the log: %w", err)
+			return
+		}
+		defer log.Close()
+		ended <- in.Run(own, log)
+	}()
+	limit, stop := context.WithTimeout(own, 2*time.Minute)
+	defer stop()
+	err = waitReady(limit, in)
+	if err == nil {
+		err = client.StopAll(limit)
+	}
+	cancel()
+	return errors.Join(err, <-ended)
+}

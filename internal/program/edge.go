@@ -1,0 +1,119 @@
+package program
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"log/slog"
+	"os"
+	"path/filepath"
+
+	"golang.org/x/sync/errgroup"
+
+	"github.com/kernflux/opendsec/internal/backend"
+	"github.com/kernflux/opendsec/internal/backend/builtin"
+	"github.com/kernflux/opendsec/internal/cgroup"
+	"github.com/kernflux/opendsec/internal/daemon"
+	"github.com/kernflux/opendsec/internal/edge"
+	"github.com/kernflux/opendsec/internal/image"
+	"github.com/kernflux/opendsec/internal/mtls"
+	"github.com/kernflux/opendsec/internal/netslot"
+)
+
+// Edge is the configuration file of opendsec-edge.
+type Edge struct {
+	Base
+	// Listen is where components reach it, "host:port".
+	Listen string `json:"listen"`
+	// SentryPath is the binary that runs gVisor's kernel.
+	SentryPath string `json:"sentry_path"`
+	// ReadyMachines is how many gVisor machines are kept ready; 0 means 4.
+	ReadyMachines int `json:"ready_machines,omitempty"`
+	// ReadySlots is how many network slots are kept ready; 0 means 8.
+	ReadySlots int `json:"ready_slots,omitempty"`
+	// Mirrors says which hosts to ask instead of a registry, in their order,
+	// such as {"docker.io": ["mirror.example.com"]}.
+	Mirrors map[string][]string `json:"mirrors,omitempty"`
+	edge.Config
+}
+
+// Component returns "edge".
+func (c *Edge) Component() string { return mtls.RoleEdge }
+
+// Validate reports all faults of the file.
+func (c *Edge) Validate() error {
+	faults := append(append(c.faults(), listenFaults(c.Listen)...), c.Config.Validate())
+	if !filepath.IsAbs(c.SentryPath) {
+		faults = append(faults, fmt.Errorf("sentry_path: %q must be the absolute path of opendsec-sentry", c.SentryPath))
+	}
+	if c.ReadyMachines < 0 || c.ReadySlots < 0 {
+		faults = append(faults, errors.New("ready_machines, ready_slots: must not be negative"))
+	}
+	return errors.Join(faults...)
+}
+
+func (c *Edge) setPrograms(dir string) {
+	c.AgentPath, c.SentryPath = filepath.Join(dir, "opendsec-agent"), filepath.Join(dir, "opendsec-sentry")
+}
+
+func (c *Edge) images(log *slog.Logger) (*image.Store, error) {
+	return image.Open(log, filepath.Join(c.StateDir, "images"))
+}
+
+// Run serves until the context ends. Sandboxes go on.
+func (c *Edge) Run(ctx context.Context, log *slog.Logger) (err error) {
+	id, ln, err := open(c.PKI, mtls.RoleEdge, c.Listen)
+	if err != nil {
+		return err
+	}
+	defer ln.Close()
+	images, err := c.images(log)
+	if err != nil {
+		return err
+	}
+	defer func() { err = errors.Join(err, images.Close(false)) }()
+	agent, err := image.PackAgent(ctx, c.AgentPath, filepath.Join(c.StateDir, "agent"))
+	if err != nil {
+		return err
+	}
+	prefix := backend.Prefix(c.StateDir)
+	backends, err := builtin.Open(builtin.Options{
+		Log: log, StateDir: c.StateDir, Prefix: prefix, Agent: agent, SentryPath: c.SentryPath, ReadyMachines: c.ReadyMachines,
+	})
+	if err != nil {
+		return err
+	}
+	defer func() {
+		for _, b := range backends {
+			err = errors.Join(err, b.Close())
+		}
+	}()
+	e := edge.New(c.Config, edge.Deps{Backends: backends, Images: images, Slots: netslot.NewPool(log, prefix, c.ReadySlots), Log: log})
+	g, ctx := errgroup.WithContext(ctx)
+	g.Go(func() error { return e.Run(ctx) })
+	g.Go(func() error {
+		return daemon.Serve(ctx, daemon.Server{Listener: ln, TLS: id.ServerConfig(), Handler: e.Handler(), Log: log})
+	})
+	return g.Wait()
+}
+
+// RemoveFromHost removes what the edge keeps on the machine outside its state
+// directory. No sandbox and no server may run.
+func (in *Installation) RemoveFromHost(context.Context) error {
+	dir := in.Edge.StateDir
+	if _, err := os.Stat(dir); errors.Is(err, os.ErrNotExist) {
+		return nil // it never ran
+	}
+	images, err := in.Edge.images(slog.New(slog.DiscardHandler))
+	if err != nil {
+		return err
+	}
+	err = images.Close(true)
+	prefix := backend.Prefix(dir)
+	slots, lerr := netslot.List(prefix)
+	err = errors.Join(err, lerr)
+	for _, name := range slots {
+		err = errors.Join(err, netslot.Remove(name))
+	}
+	return errors.Join(err, cgroup.RemoveParent(prefix))
+}
