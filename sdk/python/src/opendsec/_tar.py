@@ -174,6 +174,8 @@ class Unpacker:
                     path.unlink(missing_ok=True)
                     os.link(first, path, follow_symlinks=False)
         for path, target in self._links:
+            if path.is_dir() and not path.is_symlink():
+                raise ValueError(f"{str(path)!r} is a directory where the archive has a link")
             path.unlink(missing_ok=True)
             path.symlink_to(target)
         for path, entry in reversed(directories):

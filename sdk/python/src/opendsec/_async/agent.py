@@ -16,12 +16,13 @@ from connectrpc.errors import ConnectError
 from pyqwest import Response
 
 from .. import _wire
+from .._args import invalid
 from .._gen.agent.v1.agent_connect import AgentClient
 from .._gen.filesystem.filesystem_connect import FilesystemClient
 from .._gen.opendsec.v1 import sandbox_pb
 from .._gen.opendsec.v1.sandbox_connect import SandboxServiceClient
 from .._gen.process.process_connect import ProcessClient
-from ..errors import ConnectionError, DSecError, SandboxEndedError
+from ..errors import ConnectionError, DSecError, SandboxEndedError, UnauthenticatedError
 from ._concurrent import next_within, reraise_cancelled
 from .connection import Connection, Unary
 
@@ -71,7 +72,7 @@ class Agent:
         headers = self.headers(user)
         try:
             return await self.conn.call(method, request, headers=headers, once=once, timeout_ms=timeout_ms)
-        except ConnectionError as err:
+        except (ConnectionError, UnauthenticatedError) as err:
             raise await self._why(err) from err
 
     async def failed(self, err: ConnectError) -> DSecError:
@@ -80,6 +81,9 @@ class Agent:
 
     async def _why(self, err: DSecError) -> DSecError:
         """Return err, or that the sandbox has ended if that is why it does not answer."""
+        if isinstance(err, UnauthenticatedError) and err.request_id is None:
+            # The token was good, or the call had not got to the agent; it is the user it does not know.
+            return invalid("user", err.message)
         if not isinstance(err, ConnectionError):
             return err
         try:
@@ -115,7 +119,7 @@ class Agent:
 
         try:
             return await self.conn.call(attempt, None, headers=self._body_headers(user, content is not None))
-        except ConnectionError as err:
+        except (ConnectionError, UnauthenticatedError) as err:
             raise await self._why(err) from err
 
     def _body_headers(self, user: str | None, body: bool) -> Mapping[str, str]:

@@ -360,7 +360,7 @@ def _path(path: str, field: str = "path") -> str:
 def _target(path: str, mode: int | None) -> dict[str, str]:
     query = {"path": _path(path), "atomic": "true"}
     if mode is not None:
-        if isinstance(mode, bool) or not isinstance(mode, int) or not 0 <= mode <= 0o7777:
+        if isinstance(mode, bool) or not isinstance(mode, int) or not 0 <= mode <= 0o777:
             raise invalid("mode", f"{mode!r} is not permission bits, such as 0o644")
         query["mode"] = f"{mode:04o}"
     return query

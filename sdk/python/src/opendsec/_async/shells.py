@@ -98,7 +98,7 @@ class Follow:
                 pauses = iter(_PAUSES)
                 self._read = False
             pause = next(pauses, None)
-            if pause is None or _wire.distrusted(broke):
+            if pause is None or self._agent.conn.hopeless(broke):
                 raise await self._agent.failed(broke) from broke
             await sleep(pause)
             again = start is not None and self.pid == 0 and _wire.never_sent(broke)
@@ -283,6 +283,7 @@ class BackgroundShell:
 
         Raises:
             NotFoundError: the command has ended.
+            WrongStateError: its standard input is closed.
         """
         await _send(self._agent, self.id, _input(data))
 

@@ -17,12 +17,13 @@ from connectrpc.errors import ConnectError
 from pyqwest import SyncResponse
 
 from .. import _wire
+from .._args import invalid
 from .._gen.agent.v1.agent_connect import AgentClientSync
 from .._gen.filesystem.filesystem_connect import FilesystemClientSync
 from .._gen.opendsec.v1 import sandbox_pb
 from .._gen.opendsec.v1.sandbox_connect import SandboxServiceClientSync
 from .._gen.process.process_connect import ProcessClientSync
-from ..errors import ConnectionError, DSecError, SandboxEndedError
+from ..errors import ConnectionError, DSecError, SandboxEndedError, UnauthenticatedError
 from ._concurrent import next_within, reraise_cancelled
 from .connection import Connection, Unary
 
@@ -72,7 +73,7 @@ class Agent:
         headers = self.headers(user)
         try:
             return self.conn.call(method, request, headers=headers, once=once, timeout_ms=timeout_ms)
-        except ConnectionError as err:
+        except (ConnectionError, UnauthenticatedError) as err:
             raise self._why(err) from err
 
     def failed(self, err: ConnectError) -> DSecError:
@@ -81,6 +82,9 @@ class Agent:
 
     def _why(self, err: DSecError) -> DSecError:
         """Return err, or that the sandbox has ended if that is why it does not answer."""
+        if isinstance(err, UnauthenticatedError) and err.request_id is None:
+            # The token was good, or the call had not got to the agent; it is the user it does not know.
+            return invalid("user", err.message)
         if not isinstance(err, ConnectionError):
             return err
         try:
@@ -116,7 +120,7 @@ class Agent:
 
         try:
             return self.conn.call(attempt, None, headers=self._body_headers(user, content is not None))
-        except ConnectionError as err:
+        except (ConnectionError, UnauthenticatedError) as err:
             raise self._why(err) from err
 
     def _body_headers(self, user: str | None, body: bool) -> Mapping[str, str]:

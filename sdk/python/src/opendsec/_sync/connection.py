@@ -18,7 +18,7 @@ from pyqwest import SyncClient, SyncHTTPTransport, HTTPVersion
 from .. import _wire
 from .._args import invalid
 from .._version import USER_AGENT
-from ..errors import DSecError
+from ..errors import ConnectionError, DSecError
 from ._concurrent import reraise_cancelled, sleep
 
 REQ = TypeVar("REQ", contravariant=True)
@@ -60,9 +60,11 @@ class Connection:
             follow_redirects=False,
         )
         self.http = SyncClient(self._transport)
+        self._closed = False
 
     def close(self) -> None:
         """Close what is open."""
+        self._closed = True
         self._transport.close()
 
     def call(
@@ -94,12 +96,18 @@ class Connection:
             except ConnectError as err:
                 reraise_cancelled(err)
                 pause = next(pauses, None)
-                if pause is None or not may_repeat(err) or _wire.distrusted(err):
+                if pause is None or not may_repeat(err) or self.hopeless(err):
                     raise self.error(err) from err
             sleep(pause)
 
+    def hopeless(self, err: ConnectError) -> bool:
+        """Report whether a further attempt to reach the server would fail the same way."""
+        return self._closed or _wire.distrusted(err)
+
     def error(self, err: ConnectError) -> DSecError:
         """Turn a call's failure into one of our errors."""
+        if self._closed and _wire.unreachable(err):
+            return ConnectionError("this client is closed; make a new one")
         return _wire.error(err, self.addr)
 
 
