@@ -95,6 +95,16 @@ func open(h []hierarchy, parent, name string) *Group {
 	return g
 }
 
+// SetLimits changes the limits that are more than 0 and leaves the others.
+func (g *Group) SetLimits(limits sandbox.Limits) error {
+	for _, d := range g.dirs {
+		if err := d.limit(limits); err != nil {
+			return fmt.Errorf("limit control group %s/%s: %w", g.parent, g.name, err)
+		}
+	}
+	return nil
+}
+
 func (g *Group) exists() bool {
 	return slices.ContainsFunc(g.dirs, func(d dir) bool {
 		_, err := os.Stat(d.path)

@@ -1,0 +1,182 @@
+package gvisor
+
+import (
+	"bytes"
+	"context"
+	"errors"
+	"fmt"
+	"os"
+	"path/filepath"
+	"slices"
+	"strconv"
+	"strings"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/kernflux/opendsec/internal/backend"
+	"github.com/kernflux/opendsec/internal/cgroup"
+	"github.com/kernflux/opendsec/internal/sandbox"
+)
+
+// Audit lists the processes, control groups and files of sentries that serve
+// no sandbox in known and are not held ready.
+func (b *Backend) Audit(ctx context.Context, known []sandbox.ID) ([]backend.Leftover, error) {
+	var found []backend.Leftover
+	add := func(kind backend.LeftoverKind, sentry, name, detail string) {
+		id, ours := b.sandboxOf(sentry)
+		if ours && id == "" || slices.Contains(known, id) {
+			return
+		}
+		found = append(found, backend.Leftover{Kind: kind, Name: name, ID: id, Detail: detail})
+	}
+	names, err := b.names()
+	if err != nil {
+		return nil, fmt.Errorf("audit gVisor's files: %w", err)
+	}
+	processes, err := sentries(ctx)
+	if err != nil {
+		return nil, fmt.Errorf("audit gVisor's processes: %w", err)
+	}
+	for _, p := range processes {
+		if b.ours(p.name) {
+			add(backend.LeftoverProcess, p.name, strconv.Itoa(p.pid), "sentry "+p.name)
+		}
+	}
+	for _, name := range cgroup.List(b.opts.Prefix) {
+		if b.ours(name) {
+			add(backend.LeftoverCgroup, name, name, "of sentry "+name)
+		}
+	}
+	for _, name := range names {
+		add(backend.LeftoverFile, name, filepath.Join(b.opts.StateDir, name), "of sentry "+name)
+	}
+	return found, nil
+}
+
+// process is a running sentry.
+type process struct {
+	pid  int
+	name string
+}
+
+// sentries lists the sentries of all edges on this machine.
+func sentries(ctx context.Context) ([]process, error) {
+	entries, err := os.ReadDir("/proc")
+	if err != nil {
+		return nil, err
+	}
+	var all []process
+	for _, e := range entries {
+		if err := ctx.Err(); err != nil {
+			return nil, err
+		}
+		pid, err := strconv.Atoi(e.Name())
+		if err != nil {
+			continue
+		}
+		if name, ok := sentryName(pid); ok {
+			all = append(all, process{pid, name})
+		}
+	}
+	return all, nil
+}
+
+// sentryName returns the name of the sentry that a process is, if it is one.
+func sentryName(pid int) (string, bool) {
+	line, err := os.ReadFile(fmt.Sprintf("/proc/%d/cmdline", pid))
+	if err != nil {
+		return "", false
+	}
+	args := bytes.Split(bytes.TrimSuffix(line, []byte{0}), []byte{0})
+	if len(args) < 3 || string(args[0]) != processName {
+		return "", false
+	}
+	return string(args[len(args)-1]), true
+}
+
+// Remove removes what Audit listed.
+func (b *Backend) Remove(_ context.Context, l backend.Leftover) error {
+	switch l.Kind {
+	case backend.LeftoverProcess:
+		return b.removeProcess(l.Name)
+	case backend.LeftoverCgroup:
+		if !b.ours(l.Name) {
+			break
+		}
+		group, err := cgroup.Open(b.opts.Prefix, l.Name)
+		if errors.Is(err, os.ErrNotExist) {
+			return nil
+		}
+		if err != nil {
+			return err
+		}
+		return group.Remove()
+	case backend.LeftoverFile:
+		if filepath.Dir(l.Name) != filepath.Clean(b.opts.StateDir) || !b.ours(filepath.Base(l.Name)) {
+			break
+		}
+		return os.RemoveAll(l.Name)
+	}
+	return fmt.Errorf("remove %s %q: it is not the gvisor backend's", l.Kind, l.Name)
+}
+
+// removeProcess kills a sentry by its number, if it is still one of ours.
+func (b *Backend) removeProcess(number string) error {
+	pid, err := strconv.Atoi(number)
+	if err != nil {
+		return fmt.Errorf("remove process %q: not a number", number)
+	}
+	fd, err := unix.PidfdOpen(pid, 0)
+	if err == unix.ESRCH {
+		return nil
+	}
+	if err != nil {
+		return fmt.Errorf("remove process %d: %w", pid, err)
+	}
+	defer unix.Close(fd)
+	// Only now, that the number cannot pass to another.
+	if name, ok := sentryName(pid); !ok || !b.ours(name) {
+		return nil
+	}
+	if err := unix.PidfdSendSignal(fd, unix.SIGKILL, nil, 0); err != nil && err != unix.ESRCH {
+		return fmt.Errorf("remove process %d: %w", pid, err)
+	}
+	return nil
+}
+
+// sandboxOf returns the sandbox that a sentry serves, "" for none, and whether
+// the sentry is of this run. Of others it tells what an earlier run recorded.
+func (b *Backend) sandboxOf(name string) (id sandbox.ID, known bool) {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	if id, known = b.live[name]; known {
+		return id, true
+	}
+	if target, err := os.Readlink(filepath.Join(b.opts.StateDir, name)); err == nil {
+		id = sandbox.ID(target)
+	}
+	return id, false
+}
+
+// names lists the sentries that have a directory or a record in StateDir.
+func (b *Backend) names() ([]string, error) {
+	entries, err := os.ReadDir(b.opts.StateDir)
+	if errors.Is(err, os.ErrNotExist) {
+		return nil, nil
+	}
+	if err != nil {
+		return nil, err
+	}
+	var names []string
+	for _, e := range entries {
+		if b.ours(e.Name()) {
+			names = append(names, e.Name())
+		}
+	}
+	return names, nil
+}
+
+// ours reports whether a name is that of a sentry of this edge.
+func (b *Backend) ours(name string) bool {
+	return strings.HasPrefix(name, b.opts.Prefix+"-") && !strings.ContainsRune(name, '/')
+}

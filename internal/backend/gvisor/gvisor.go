@@ -1,0 +1,195 @@
+// Package gvisor makes machines with gVisor: a kernel in user space, the
+// sentry, answers the system calls of the sandbox, so the host's kernel sees
+// none of its processes. It needs root and no KVM.
+//
+// The package starts the sentry itself (cmd/opendsec-sentry) and speaks to its
+// control socket; there is no runsc program, no runsc state and no gofer. The
+// root file system is the image's EROFS file under a writable layer in an
+// unlinked file. Machines are created ahead in a pool and started when asked
+// for. DESIGN.md says why, and what was measured.
+//
+// No other package imports gVisor's. What is done inside a machine is the
+// agent's matter; what a machine may reach is the network slot's.
+package gvisor
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"log/slog"
+	"math"
+	"os"
+	"path/filepath"
+	"sync"
+	"time"
+
+	"gvisor.dev/gvisor/pkg/log"
+	"gvisor.dev/gvisor/runsc/config"
+	"gvisor.dev/gvisor/runsc/flag"
+
+	"github.com/kernflux/opendsec/internal/backend"
+	"github.com/kernflux/opendsec/internal/sandbox"
+)
+
+// Options say how the backend works on this node.
+type Options struct {
+	Log *slog.Logger
+	// StateDir is a directory of the backend's own, on the file system of the
+	// sandboxes' state directories.
+	StateDir string
+	// Prefix begins the names of all that the backend makes on the host.
+	Prefix string
+	// SentryPath is the opendsec-sentry binary.
+	SentryPath string
+	// Pool is how many created machines are held ready in all; 0 is none.
+	Pool int
+	// DebugDir gets one log per sentry, for the search of a defect. Sentries
+	// log nothing when it is "". It makes them much slower.
+	DebugDir string
+}
+
+// Backend makes gVisor machines.
+type Backend struct {
+	log  *slog.Logger
+	opts Options
+	conf *config.Config
+	pool *pool
+
+	mu sync.Mutex
+	// live has the sentries that this run knows, from before they start to
+	// after their end, and the sandbox that each serves: "" when it is in the
+	// pool or on its way.
+	live map[string]sandbox.ID
+}
+
+var (
+	_ backend.Backend = (*Backend)(nil)
+	_ backend.Auditor = (*Backend)(nil)
+)
+
+// New returns a backend. It starts nothing; leftovers of an earlier run are
+// found by Audit.
+func New(o Options) (*Backend, error) {
+	if o.Prefix == "" || !filepath.IsAbs(o.StateDir) || !filepath.IsAbs(o.SentryPath) {
+		return nil, fmt.Errorf("gvisor backend: want a prefix and absolute paths, got prefix %q, state directory %q, sentry %q", o.Prefix, o.StateDir, o.SentryPath)
+	}
+	// gVisor's packages log to stderr by themselves. What matters comes back
+	// as errors.
+	log.SetTarget(log.GoogleEmitter{Writer: &log.Writer{Next: io.Discard}})
+	conf, err := configure(o)
+	if err != nil {
+		return nil, fmt.Errorf("gvisor backend: configure the sentry: %w", err)
+	}
+	b := &Backend{log: o.Log, opts: o, conf: conf, live: map[string]sandbox.ID{}}
+	b.pool = newPool(o.Log, o.Pool, b.launch, b.discard)
+	return b, nil
+}
+
+// configure returns the sentry's configuration. What is not named has gVisor's
+// default; filters.Options in cmd/opendsec-sentry must agree with it.
+func configure(o Options) (*config.Config, error) {
+	fs := flag.NewFlagSet("sentry", flag.ContinueOnError)
+	config.RegisterFlags(fs)
+	args := []string{
+		"--platform=systrap",
+		"--network=sandbox",
+		"--host-settings=ignore",
+		"--ignore-cgroups",
+		"--in-sandbox-cgroup=v2", // one mount, and a limit on processes that works
+		"--root=" + o.StateDir,
+	}
+	if o.DebugDir != "" {
+		args = append(args, "--debug", "--debug-log="+o.DebugDir+"/")
+	}
+	if err := fs.Parse(args); err != nil {
+		return nil, err
+	}
+	return config.NewFromFlags(fs)
+}
+
+// Name returns sandbox.GVisor.
+func (b *Backend) Name() sandbox.Backend { return sandbox.GVisor }
+
+// Create makes a machine, from the pool when it has a fitting one.
+func (b *Backend) Create(ctx context.Context, cfg backend.Config) (_ backend.Instance, err error) {
+	if err := check(cfg); err != nil {
+		return nil, err
+	}
+	s := b.pool.take(keyOf(cfg), time.Now())
+	if s == nil {
+		if s, err = b.launch(ctx, keyOf(cfg)); err != nil {
+			return nil, err
+		}
+	}
+	defer func() {
+		if err != nil {
+			err = errors.Join(err, b.discard(s))
+		}
+	}()
+	if err := b.adopt(s, cfg); err != nil {
+		return nil, err
+	}
+	if err := s.start(ctx, cfg); err != nil {
+		return nil, err
+	}
+	return b.newInstance(cfg.ID, cfg.Slot, s), nil
+}
+
+// check refuses what would fail later with a worse message.
+func check(cfg backend.Config) error {
+	switch {
+	case !(cfg.Limits.CPU > 0) || math.IsInf(cfg.Limits.CPU, 0):
+		return fmt.Errorf("create machine %s: a CPU limit of %v cores", cfg.ID, cfg.Limits.CPU)
+	case cfg.Limits.MemoryMB <= 0 || cfg.Limits.DiskMB <= 0 || cfg.Limits.PIDs <= 0:
+		return fmt.Errorf("create machine %s: limits of memory, disk and processes must be more than 0, got %+v", cfg.ID, cfg.Limits)
+	}
+	return nil
+}
+
+// adopt makes a created sentry the machine of cfg.
+func (b *Backend) adopt(s *sentry, cfg backend.Config) error {
+	b.know(s.Name, cfg.ID)
+	dir := filepath.Join(cfg.StateDir, "sentry")
+	if err := os.Rename(s.Dir, dir); err != nil {
+		return fmt.Errorf("move the sentry's directory into the sandbox's: %w", err)
+	}
+	s.Dir = dir
+	// For Audit after a restart: which sandbox a process or control group is of.
+	if err := os.Symlink(string(cfg.ID), filepath.Join(b.opts.StateDir, s.Name)); err != nil {
+		return fmt.Errorf("record the sentry's sandbox: %w", err)
+	}
+	return nil
+}
+
+// know notes that a sentry is of this run, and which sandbox it serves.
+func (b *Backend) know(name string, id sandbox.ID) {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	b.live[name] = id
+}
+
+// discard ends a sentry and forgets it. It may be repeated.
+func (b *Backend) discard(s *sentry) error {
+	err := s.destroy()
+	if rerr := os.RemoveAll(filepath.Join(b.opts.StateDir, s.Name)); rerr != nil {
+		err = errors.Join(err, rerr)
+	}
+	if err != nil {
+		return fmt.Errorf("end sentry %s: %w", s.Name, err)
+	}
+	s.release()
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	delete(b.live, s.Name)
+	return nil
+}
+
+// Forget ends what is held ready of an image, by its EROFS file, so that the
+// file can go from the disk. Machines go on.
+func (b *Backend) Forget(erofs string) { b.pool.forget(erofs) }
+
+// Close ends the machines that are held ready.
+func (b *Backend) Close() error {
+	return b.pool.close()
+}

@@ -1,0 +1,147 @@
+package gvisor
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"net"
+	"sync"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/kernflux/opendsec/internal/backend"
+	"github.com/kernflux/opendsec/internal/netslot"
+	"github.com/kernflux/opendsec/internal/sandbox"
+)
+
+// instance is one machine.
+type instance struct {
+	b    *Backend
+	id   sandbox.ID
+	slot backend.Slot
+	s    *sentry
+
+	// ending is held while the machine is removed.
+	ending    sync.Mutex
+	destroyed bool // under ending: nothing is left
+
+	exitOnce sync.Once
+	exit     backend.Exit
+}
+
+// handleData is what a Handle holds.
+type handleData struct {
+	ID     sandbox.ID   `json:"id"`
+	Slot   backend.Slot `json:"slot"`
+	Sentry *sentry      `json:"sentry"`
+}
+
+func (b *Backend) newInstance(id sandbox.ID, slot backend.Slot, s *sentry) *instance {
+	return &instance{b: b, id: id, slot: slot, s: s}
+}
+
+// Handle returns what finds the machine again.
+func (i *instance) Handle() backend.Handle {
+	data, err := json.Marshal(handleData{ID: i.id, Slot: i.slot, Sentry: i.s})
+	if err != nil {
+		panic("encode a gvisor handle: " + err.Error()) // its fields are plain
+	}
+	return backend.Handle{Backend: sandbox.GVisor, Data: data}
+}
+
+// Recover finds a machine again. What is left of one that ended is removed.
+func (b *Backend) Recover(ctx context.Context, h backend.Handle) (backend.Instance, error) {
+	var d handleData
+	if err := json.Unmarshal(h.Data, &d); err != nil {
+		return nil, fmt.Errorf("recover gVisor machine: read its handle: %w", err)
+	}
+	if h.Backend != sandbox.GVisor || d.Sentry == nil || d.Sentry.Name == "" || d.Sentry.Dir == "" {
+		return nil, fmt.Errorf("recover gVisor machine %s: not a handle of the gvisor backend", d.ID)
+	}
+	if d.Sentry.Prefix != b.opts.Prefix {
+		return nil, fmt.Errorf("recover gVisor machine %s: it belongs to the edge %s, this one is %s", d.ID, d.Sentry.Prefix, b.opts.Prefix)
+	}
+	err := d.Sentry.find()
+	if errors.Is(err, backend.ErrGone) {
+		return nil, errors.Join(err, b.discard(d.Sentry))
+	}
+	if err != nil {
+		return nil, fmt.Errorf("recover gVisor machine %s: %w", d.ID, err)
+	}
+	b.know(d.Sentry.Name, d.ID)
+	return b.newInstance(d.ID, d.Slot, d.Sentry), nil
+}
+
+// Dial connects to a TCP port of the machine.
+func (i *instance) Dial(ctx context.Context, port int) (net.Conn, error) {
+	return netslot.Dial(ctx, i.slot, port)
+}
+
+// Wait returns when the machine has ended.
+func (i *instance) Wait(ctx context.Context) (backend.Exit, error) {
+	if err := i.s.wait(ctx); err != nil {
+		return backend.Exit{}, err
+	}
+	i.exitOnce.Do(func() { i.exit = i.s.exit() })
+	return i.exit, nil
+}
+
+// exit says how the ended sentry ended. It reads what destroy removes.
+func (s *sentry) exit() backend.Exit {
+	if s.group != nil {
+		if killed, err := s.group.OOMKilled(); err == nil && killed {
+			return backend.Exit{OutOfMemory: true, Detail: "the sandbox went over its memory limit"}
+		}
+	}
+	if said := s.crash(); said != nil {
+		return backend.Exit{Detail: said.Error()}
+	}
+	switch {
+	case s.status == nil:
+		return backend.Exit{Detail: "the sandbox's machine ended"}
+	case s.status.Signaled():
+		return backend.Exit{Detail: fmt.Sprintf("the sandbox's machine was killed by signal %d (%s)", s.status.Signal(), unix.SignalName(s.status.Signal()))}
+	default:
+		return backend.Exit{Detail: fmt.Sprintf("process 1 of the sandbox, the agent, ended with status %d", s.status.ExitStatus())}
+	}
+}
+
+// Usage measures the machine.
+func (i *instance) Usage(ctx context.Context) (backend.Usage, error) {
+	if err := ctx.Err(); err != nil {
+		return backend.Usage{}, err
+	}
+	if i.s.group == nil {
+		return backend.Usage{}, fmt.Errorf("usage of machine %s: its control group is gone", i.id)
+	}
+	cpu, memory, pids, err := i.s.group.Usage()
+	if err != nil {
+		return backend.Usage{}, err
+	}
+	disk, err := i.s.usage()
+	if err != nil {
+		return backend.Usage{}, err
+	}
+	return backend.Usage{CPU: cpu, MemoryBytes: memory, DiskBytes: disk, PIDs: pids}, nil
+}
+
+// Destroy ends the machine. It does its work to the end whatever becomes of
+// ctx: half a removal helps nobody.
+func (i *instance) Destroy(context.Context) error {
+	i.ending.Lock()
+	defer i.ending.Unlock()
+	if i.destroyed {
+		return nil
+	}
+	if err := i.s.stop(); err != nil {
+		return fmt.Errorf("destroy machine %s: %w", i.id, err)
+	}
+	// Before its files go.
+	i.exitOnce.Do(func() { i.exit = i.s.exit() })
+	if err := i.b.discard(i.s); err != nil {
+		return fmt.Errorf("destroy machine %s: %w", i.id, err)
+	}
+	i.destroyed = true
+	return nil
+}

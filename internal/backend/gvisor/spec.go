@@ -1,0 +1,116 @@
+package gvisor
+
+import (
+	"encoding/json"
+	"fmt"
+	"math"
+	"os"
+	"slices"
+	"strconv"
+
+	specs "github.com/opencontainers/runtime-spec/specs-go"
+	"golang.org/x/sys/unix"
+	"gvisor.dev/gvisor/runsc/specutils"
+
+	"github.com/kernflux/opendsec/internal/backend"
+	"github.com/kernflux/opendsec/internal/ocispec"
+	"github.com/kernflux/opendsec/internal/sandbox"
+)
+
+// key is what is fixed when a sentry is created. Sentries of the same key can
+// become the same machines.
+type key struct {
+	rootfs   string // path of the image's EROFS file
+	agent    string // path of the agent's EROFS file
+	cpus     int    // that the sandbox sees
+	memoryMB int64
+	diskMB   int64
+}
+
+func keyOf(cfg backend.Config) key {
+	return key{
+		rootfs:   cfg.Rootfs.EROFS,
+		agent:    cfg.Agent.EROFS,
+		cpus:     int(math.Ceil(cfg.Limits.CPU)),
+		memoryMB: cfg.Limits.MemoryMB,
+		diskMB:   cfg.Limits.DiskMB,
+	}
+}
+
+// What the host's control group gets beyond the sandbox's own memory: the
+// sentry's heap, its stub processes and the kernel's tables for them. An idle
+// sandbox needs 10 MiB of it; the rest is for file trees and connections.
+const (
+	overheadMB    = 32
+	overheadShare = 32 // and one part in so many of the limit
+)
+
+// hostThreads is the limit on the sentry's host threads, a guard only: going
+// over it kills the sandbox. Inside, Limits.PIDs holds.
+const hostThreads = 4096
+
+// creationLimits are those of the control group while a sentry is created. The
+// CPU has none yet, so that a sandbox with little of it does not start slowly.
+func (k key) creationLimits() sandbox.Limits {
+	return sandbox.Limits{
+		MemoryMB: k.memoryMB + overheadMB + k.memoryMB/overheadShare,
+		PIDs:     hostThreads,
+	}
+}
+
+// mountConfs says how the sentry mounts its two EROFS files: the image under a
+// writable layer of limited size, and the agent as it is.
+func (k key) mountConfs() string {
+	confs := specutils.GoferMountConfFlags{
+		{Lower: specutils.Erofs, Upper: specutils.AnonOverlay, Size: strconv.FormatInt(k.diskMB, 10) + "m"},
+		{Lower: specutils.Erofs, Upper: specutils.NoOverlay},
+	}
+	return confs.String()
+}
+
+// spec describes the sandbox to the sentry. The hostname is set later, by the
+// agent, so that a sentry can be created before anybody knows it.
+func (k key) spec() *specs.Spec {
+	s := ocispec.Build(ocispec.Options{
+		Root:     "/", // the sentry has the image by its descriptor
+		CgroupNS: true,
+		Limits:   sandbox.Limits{MemoryMB: k.memoryMB},
+	})
+	s.Mounts = append(s.Mounts, specs.Mount{
+		Destination: backend.AgentDir, Type: "erofs", Source: k.agent, Options: []string{"ro", "nodev"},
+	})
+	// Names inside are names outside: the sentry needs a user namespace for its
+	// own capabilities only.
+	s.Linux.Namespaces = append(s.Linux.Namespaces, specs.LinuxNamespace{Type: specs.UserNamespace})
+	s.Linux.UIDMappings = identity()
+	s.Linux.GIDMappings = identity()
+	s.Linux.Resources = nil
+	// For sethostname. The agent takes it from the processes it starts.
+	c := s.Process.Capabilities
+	for _, set := range []*[]string{&c.Bounding, &c.Effective, &c.Permitted} {
+		*set = append(slices.Clone(*set), "CAP_SYS_ADMIN")
+	}
+	return s
+}
+
+func identity() []specs.LinuxIDMapping {
+	return []specs.LinuxIDMapping{{ContainerID: 0, HostID: 0, Size: math.MaxUint32}}
+}
+
+// specFile returns the specification as a file in memory.
+func (k key) specFile() (*os.File, error) {
+	data, err := json.Marshal(k.spec())
+	if err != nil {
+		return nil, fmt.Errorf("encode the sandbox's specification: %w", err)
+	}
+	fd, err := unix.MemfdCreate("spec", unix.MFD_CLOEXEC)
+	if err != nil {
+		return nil, fmt.Errorf("make a file for the sandbox's specification: %w", err)
+	}
+	f := os.NewFile(uintptr(fd), "spec")
+	if _, err := f.Write(data); err != nil {
+		f.Close()
+		return nil, fmt.Errorf("write the sandbox's specification: %w", err)
+	}
+	return f, nil
+}
