@@ -1,3 +1,6 @@
+// Package testenv gives tests the real programs that they run against: what is
+// missing on a machine fails the test and says what to install, it is never
+// skipped. Nothing but tests imports it.
 package testenv
 
 import (
