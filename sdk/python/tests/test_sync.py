@@ -14,7 +14,7 @@ import opendsec
 from opendsec.sync import DSecClient, DSecRunArgs, SandboxEndedError, SandboxState
 
 ARGS = DSecRunArgs(image="root/py:latest", backend="gvisor")
-TOOL = Path(__file__).parent.parent / "tools" / "unasync.py"
+TOOL = Path(__file__).parent.parent / "tools" / "generate_sync.py"
 
 
 def test_it_is_fresh() -> None:

@@ -1,4 +1,4 @@
-# Made by tools/unasync.py from opendsec/_async/agent.py. DO NOT EDIT.
+# Made by tools/generate_sync.py from opendsec/_async/agent.py. DO NOT EDIT.
 """What can be done inside one sandbox: calls to its agent, and what they raise.
 
 The agent's services lie under ``ADDRESS/sandboxes/ID``. The clients are made

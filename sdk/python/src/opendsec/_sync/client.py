@@ -1,4 +1,4 @@
-# Made by tools/unasync.py from opendsec/_async/client.py. DO NOT EDIT.
+# Made by tools/generate_sync.py from opendsec/_async/client.py. DO NOT EDIT.
 """The entry: a client of one OpenDsec server."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-# Made by tools/unasync.py from opendsec/_async/connection.py. DO NOT EDIT.
+# Made by tools/generate_sync.py from opendsec/_async/connection.py. DO NOT EDIT.
 """One connection to the API: where it is, who calls, and how a call is made.
 
 It knows nothing of sandboxes; it makes calls, repeats those that may be

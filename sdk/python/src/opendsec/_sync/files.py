@@ -1,4 +1,4 @@
-# Made by tools/unasync.py from opendsec/_async/files.py. DO NOT EDIT.
+# Made by tools/generate_sync.py from opendsec/_async/files.py. DO NOT EDIT.
 """Files of a sandbox: whole, streamed, as trees."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-# Made by tools/unasync.py from opendsec/_async/images.py. DO NOT EDIT.
+# Made by tools/generate_sync.py from opendsec/_async/images.py. DO NOT EDIT.
 """Images: bring them in, look at them, take their names away."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-# Made by tools/unasync.py from opendsec/_async/sandbox.py. DO NOT EDIT.
+# Made by tools/generate_sync.py from opendsec/_async/sandbox.py. DO NOT EDIT.
 """A sandbox as its caller sees it."""
 
 from __future__ import annotations

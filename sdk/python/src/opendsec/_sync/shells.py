@@ -1,4 +1,4 @@
-# Made by tools/unasync.py from opendsec/_async/shells.py. DO NOT EDIT.
+# Made by tools/generate_sync.py from opendsec/_async/shells.py. DO NOT EDIT.
 """Commands in a sandbox: run, streamed, in the background.
 
 A command has a tag by which the sandbox's agent keeps its output and its end

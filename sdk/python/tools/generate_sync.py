@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """Writes src/opendsec/_sync from src/opendsec/_async, token by token.
 
-    tools/unasync.py           write
-    tools/unasync.py --check   write nothing; exit 1 if something is not as it would be written
+    tools/generate_sync.py           write
+    tools/generate_sync.py --check   write nothing; exit 1 if something is not as it would be written
 
 ``_concurrent.py``, which holds what differs by more than spelling, is written
 by hand on both sides and left alone.
@@ -20,7 +20,7 @@ SOURCE, TARGET = PACKAGE / "_async", PACKAGE / "_sync"
 
 BY_HAND = {"_concurrent.py"}
 
-HEADER = "# Made by tools/unasync.py from {source}. DO NOT EDIT.\n"
+HEADER = "# Made by tools/generate_sync.py from {source}. DO NOT EDIT.\n"
 
 # Names that change. Services have two generated clients; so has pyqwest.
 NAMES = {
@@ -107,7 +107,7 @@ def wanted() -> dict[Path, str]:
         if source.name in BY_HAND:
             continue
         if source.name == "__init__.py":
-            text = '"""The sync side, generated from ``opendsec._async`` by tools/unasync.py."""\n'
+            text = '"""The sync side, generated from ``opendsec._async`` by tools/generate_sync.py."""\n'
         else:
             text = convert(source.read_text(encoding="utf-8"))
         where = source.relative_to(PACKAGE.parent).as_posix()
@@ -127,7 +127,7 @@ def main() -> int:
     if check:
         for path in sorted(stale | strangers):
             where = path.relative_to(PACKAGE.parent)
-            print(f"{where} is not what tools/unasync.py makes; run it", file=sys.stderr)
+            print(f"{where} is not what tools/generate_sync.py makes; run it", file=sys.stderr)
         return 1 if stale or strangers else 0
     for path in strangers:
         path.unlink()
