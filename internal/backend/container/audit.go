@@ -111,8 +111,10 @@ func (b *Backend) auditLoops(expected func(sandbox.ID) bool) ([]backend.Leftover
 			continue
 		}
 		l := backend.Leftover{Kind: backend.LeftoverLoop, Name: dev, Detail: file}
-		if id, err := sandbox.ParseID(filepath.Base(filepath.Dir(path))); err == nil {
-			l.ID = id
+		for part := range strings.SplitSeq(path, "/") {
+			if id, err := sandbox.ParseID(part); err == nil {
+				l.ID = id
+			}
 		}
 		if path == file && (b.disks.holds(path) || l.ID != "" && expected(l.ID)) {
 			continue

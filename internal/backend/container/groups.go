@@ -1,17 +1,18 @@
 package container
 
 import (
-	"errors"
+	"context"
 	"fmt"
 	"os"
 	"path/filepath"
 	"slices"
+	"strconv"
 	"strings"
 	"sync"
+	"time"
 
 	"golang.org/x/sys/unix"
 
-	"github.com/kernflux/opendsec/internal/cgroup"
 	"github.com/kernflux/opendsec/internal/sandbox"
 )
 
@@ -33,23 +34,55 @@ var hierarchies = sync.OnceValues(func() ([]string, error) {
 	return all, nil
 })
 
-// removeGroups ends a group's processes and removes it in all hierarchies.
+// removeWait bounds how long removeGroups waits for killed processes to be
+// gone. One that the kernel cannot end, such as one that waits for a disk, takes
+// longer.
+const removeWait = 10 * time.Second
+
+// removeGroups ends a group's processes and removes it in all hierarchies. A
+// group that does not exist is no error.
 func (b *Backend) removeGroups(name string) error {
-	group, err := cgroup.Open(b.prefix, name)
-	if err == nil {
-		err = group.Remove()
-	}
-	if err != nil && !errors.Is(err, os.ErrNotExist) {
-		return err
-	}
 	mounts, err := hierarchies()
 	if err != nil {
 		return err
 	}
+	ctx, cancel := context.WithTimeout(context.Background(), removeWait)
+	defer cancel()
 	for _, m := range mounts {
 		path := filepath.Join(m, b.prefix, name)
-		if err := unix.Rmdir(path); err != nil && err != unix.ENOENT {
-			return fmt.Errorf("remove control group %s: %w", path, err)
+		for {
+			err := unix.Rmdir(path)
+			if err == nil || err == unix.ENOENT {
+				break
+			}
+			if err != unix.EBUSY {
+				return fmt.Errorf("remove control group %s: %w", path, err)
+			}
+			// Again and again: a member may have forked while it was killed.
+			if err := killGroup(path); err != nil {
+				return err
+			}
+			if perr := pause(ctx); perr != nil {
+				return fmt.Errorf("remove control group %s: its processes do not end: %w", path, err)
+			}
+		}
+	}
+	return nil
+}
+
+// killGroup kills the processes that are in a group's directory.
+func killGroup(path string) error {
+	text, err := os.ReadFile(filepath.Join(path, "cgroup.procs"))
+	if err != nil {
+		return nil // the group is gone
+	}
+	for _, f := range strings.Fields(string(text)) {
+		pid, err := strconv.Atoi(f)
+		if err != nil || pid < 2 {
+			continue // of another PID namespace
+		}
+		if err := unix.Kill(pid, unix.SIGKILL); err != nil && err != unix.ESRCH {
+			return fmt.Errorf("kill process %d of control group %s: %w", pid, path, err)
 		}
 	}
 	return nil

@@ -139,7 +139,7 @@ func (i *instance) Destroy(ctx context.Context) error {
 		return fmt.Errorf("end container %s: %w", i.record.ID, err)
 	}
 	select {
-	case <-i.done:
+	case <-i.done: // or it is not watched any more; then remove waits for its end
 	case <-ctx.Done():
 		return fmt.Errorf("end container %s: %w", i.record.ID, ctx.Err())
 	}

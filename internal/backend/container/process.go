@@ -111,10 +111,10 @@ func (p *process) kill() error {
 	err = conn.Control(func(fd uintptr) {
 		kerr = unix.PidfdSendSignal(int(fd), unix.SIGKILL, nil, 0)
 	})
-	if errors.Is(err, os.ErrClosed) || kerr == unix.ESRCH {
-		return nil // it has ended
+	if err != nil || kerr == unix.ESRCH {
+		return nil // it has ended, and the descriptor may be closed for that
 	}
-	return errors.Join(err, kerr)
+	return kerr
 }
 
 // signal returns the signal that ended the process, 0 for none, and false when
