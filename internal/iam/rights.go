@@ -12,16 +12,16 @@ func may(c store.Caller, want role.Role, p sandbox.Project) bool {
 	return role.Allows(c.Grants, p, want)
 }
 
-// needAdmin checks that the actor is admin on a project. One in which it has
-// no role might as well not exist.
-func needAdmin(who actor, p sandbox.Project, what string) error {
+// needAdmin checks that the actor is admin on a project, to do something to
+// the project named. One in which it has no role might as well not exist.
+func needAdmin(who actor, on, named sandbox.Project, what string) error {
 	switch {
-	case may(who.Caller, role.Admin, p):
+	case may(who.Caller, role.Admin, on):
 		return nil
-	case may(who.Caller, role.Viewer, p):
-		return fault.New(fault.PermissionDenied, "%s needs the role admin on project %s", what, p)
+	case may(who.Caller, role.Viewer, named):
+		return fault.New(fault.PermissionDenied, "%s needs the role admin on project %s", what, on)
 	}
-	return hiddenProject(p)
+	return hiddenProject(named)
 }
 
 func hiddenProject(p sandbox.Project) error {

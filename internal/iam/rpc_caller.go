@@ -107,7 +107,7 @@ func (s identityRPC) Grant(ctx context.Context, req *connect.Request[opendsecv1.
 	var changed store.Caller
 	subject := fmt.Sprintf("%s %s on %s", name, orNone(g.Role), project)
 	err = s.change(ctx, "Grant", subject, func(c *store.Change, who actor) error {
-		if err := needAdmin(who, project, "giving or taking a role"); err != nil {
+		if err := needAdmin(who, project, project, "giving or taking a role"); err != nil {
 			return err
 		}
 		if changed, err = c.SetGrant(ctx, name, g); err != nil {

@@ -28,7 +28,7 @@ func (s identityRPC) CreateProject(ctx context.Context, req *connect.Request[ope
 	}
 	p := store.Project{Path: path, Quota: quota, CreatedAt: s.cfg.Now()}
 	err = s.change(ctx, "CreateProject", string(path), func(c *store.Change, who actor) error {
-		if err := needAdmin(who, path.Parent(), "making a project"); err != nil {
+		if err := needAdmin(who, path.Parent(), path.Parent(), "making a project"); err != nil {
 			return err
 		}
 		return c.CreateProject(ctx, p)
@@ -75,7 +75,7 @@ func (s identityRPC) DeleteProject(ctx context.Context, req *connect.Request[ope
 		return nil, err
 	}
 	err = s.change(ctx, "DeleteProject", string(path), func(c *store.Change, who actor) error {
-		if err := needAdmin(who, above(path), "deleting a project"); err != nil {
+		if err := needAdmin(who, above(path), path, "deleting a project"); err != nil {
 			return err
 		}
 		if path == role.Root {
@@ -100,7 +100,7 @@ func (s identityRPC) SetQuota(ctx context.Context, req *connect.Request[opendsec
 	}
 	var p store.Project
 	err = s.change(ctx, "SetQuota", string(path), func(c *store.Change, who actor) error {
-		if err := needAdmin(who, above(path), "setting a project's quota"); err != nil {
+		if err := needAdmin(who, above(path), path, "setting a project's quota"); err != nil {
 			return err
 		}
 		p, err = c.SetQuota(ctx, path, quota)
