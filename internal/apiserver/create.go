@@ -344,13 +344,17 @@ func (s *Server) recordRunning(ctx context.Context, sb *sandbox.Sandbox, m machi
 	case err == nil:
 		return running, nil
 	}
-	end := sandbox.End{Reason: sandbox.ReasonStopped, Domain: sandbox.User, Detail: "stopped before it ran"}
-	s.abandon(ctx, sb, end)
+	end := sandbox.End{Reason: sandbox.ReasonStopped, Domain: sandbox.User, Detail: "stopped before it ran", Time: s.deps.Now().UTC()}
 	var wrong *sandbox.WrongStateError
-	if errors.As(err, &wrong) {
-		return nil, ended(sb.ID, end)
+	if !errors.As(err, &wrong) {
+		s.abandon(ctx, sb, end)
+		return nil, err
 	}
-	return nil, err
+	// Who ended it has told the node, but maybe before there was a machine.
+	if _, derr := s.destroy(record, sb, end); derr != nil {
+		s.log.Warn("end a sandbox that was stopped before it ran; the watcher goes on with it", "sandbox", sb.ID, "error", derr)
+	}
+	return nil, ended(sb.ID, end)
 }
 
 // abandon ends a sandbox that nobody waits for, on its node and in its record.
