@@ -14,7 +14,10 @@ import (
 
 func main() {
 	ctx, stop := daemon.Context()
-	err := command().ExecuteContext(ctx)
+	err := daemon.KeepFiles()
+	if err == nil {
+		err = command().ExecuteContext(ctx)
+	}
 	stop()
 	if err != nil {
 		fmt.Fprintf(os.Stderr, "opendsec: %v\n", err)

@@ -84,6 +84,9 @@ func run(server Server, args []string) error {
 	if err := daemon.LoadConfig(*path, server); err != nil {
 		return err
 	}
+	if err := daemon.KeepFiles(); err != nil {
+		return fmt.Errorf("keep inherited files from children: %w", err)
+	}
 	log, err := daemon.Logger(os.Stderr, server.Component(), server.Level())
 	if err != nil {
 		return err
