@@ -88,7 +88,7 @@ func (c *Edge) Run(ctx context.Context, log *slog.Logger) (err error) {
 			err = errors.Join(err, b.Close())
 		}
 	}()
-	e := edge.New(c.Config, edge.Deps{Backends: backends, Images: images, Slots: netslot.NewPool(log, prefix, c.ReadySlots), Log: log})
+	e := edge.New(c.Config, edge.Deps{Backends: backends, Agent: agent, Images: images, Slots: netslot.NewPool(log, prefix, c.ReadySlots), Log: log})
 	g, ctx := errgroup.WithContext(ctx)
 	g.Go(func() error { return e.Run(ctx) })
 	g.Go(func() error {
