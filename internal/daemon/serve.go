@@ -35,12 +35,13 @@ const (
 // How long to wait for what.
 const (
 	headerTimeout = 10 * time.Second
-	idleTimeout   = 5 * time.Minute
+	serverIdle    = 5 * time.Minute
+	clientIdle    = 2 * time.Minute // less, so that no call goes out on a connection that is just being closed
 	defaultGrace  = 5 * time.Second
 	handlersEnd   = 10 * time.Second // after the hard close
 	serverPing    = 30 * time.Second // of silence, then a client is asked whether it lives
-	clientPing    = 10 * time.Second // the same for a server
-	pingTimeout   = 10 * time.Second
+	clientPing    = 15 * time.Second // the same for a server
+	pingTimeout   = 20 * time.Second // long, since a machine under load must not lose its streams
 )
 
 // Context returns a context that ends with the first SIGINT or SIGTERM. A
@@ -75,7 +76,7 @@ func Serve(ctx context.Context, s Server) error {
 		Handler:           counted(&calls, s.Handler),
 		TLSConfig:         s.TLS,
 		ReadHeaderTimeout: headerTimeout,
-		IdleTimeout:       idleTimeout,
+		IdleTimeout:       serverIdle,
 		Protocols:         protocols(s.TLS != nil),
 		HTTP2: &http.HTTP2Config{
 			MaxConcurrentStreams:          maxStreams,
@@ -159,7 +160,7 @@ func waitFor(calls *sync.WaitGroup, addr net.Addr) error {
 
 // Client returns an HTTP/2 client for calls between components: one connection
 // carries many calls, large windows, no time limit of its own, and a peer that
-// is silent for 20 s in all counts as gone. Its connections are closed by
+// is silent for 35 s in all counts as gone. Its connections are closed by
 // CloseIdleConnections.
 func Client(cfg *tls.Config) *http.Client {
 	p := new(http.Protocols)
@@ -170,7 +171,7 @@ func Client(cfg *tls.Config) *http.Client {
 		TLSHandshakeTimeout: 5 * time.Second,
 		Protocols:           p,
 		DisableCompression:  true, // bytes are passed on as they are
-		IdleConnTimeout:     idleTimeout,
+		IdleConnTimeout:     clientIdle,
 		HTTP2: &http.HTTP2Config{
 			MaxReadFrameSize:              readFrame,
 			MaxReceiveBufferPerConnection: connWindow,

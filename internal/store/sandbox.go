@@ -339,8 +339,8 @@ func (db *DB) LiveOnNode(ctx context.Context, node string) ([]*sandbox.Sandbox, 
 }
 
 // PurgeEnded removes the records of sandboxes that ended before the time, and
-// the idempotency keys that have expired a day before it was now. It returns
-// how many sandboxes it removed.
+// the idempotency keys that had expired then. It returns how many sandboxes it
+// removed.
 func (db *DB) PurgeEnded(ctx context.Context, before time.Time) (int64, error) {
 	n, err := affected(db.write.ExecContext(ctx, `DELETE FROM sandboxes WHERE ended_at > 0 AND ended_at < $1`, toDB(before)))
 	if err != nil {

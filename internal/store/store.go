@@ -25,7 +25,6 @@ import (
 	"github.com/jackc/pgx/v5/pgconn"
 	_ "github.com/jackc/pgx/v5/stdlib" // the driver "pgx"
 	"github.com/pressly/goose/v3"
-	"github.com/pressly/goose/v3/lock"
 	"golang.org/x/sys/unix"
 	"modernc.org/sqlite"
 	sqlite3 "modernc.org/sqlite/lib"
@@ -146,22 +145,34 @@ func openPostgres(ctx context.Context, address string) (*DB, error) {
 	pool.SetMaxIdleConns(16)
 	pool.SetConnMaxIdleTime(5 * time.Minute)
 	db := &DB{write: pool, read: pool, postgres: true}
-	locker, err := lock.NewPostgresSessionLocker()
-	if err != nil {
-		return nil, errors.Join(fmt.Errorf("prepare the lock for migrations: %w", err), db.Close())
-	}
-	if err := db.migrate(ctx, goose.DialectPostgres, goose.WithSessionLocker(locker)); err != nil {
+	if err := db.migratePostgres(ctx); err != nil {
 		return nil, errors.Join(err, db.Close())
 	}
 	return db, nil
 }
 
-func (db *DB) migrate(ctx context.Context, dialect goose.Dialect, opts ...goose.ProviderOption) error {
+// migratePostgres keeps other programs from changing tables at the same time:
+// the lock belongs to a connection, and ends with it at the latest.
+func (db *DB) migratePostgres(ctx context.Context) error {
+	conn, err := db.write.Conn(ctx)
+	if err != nil {
+		return fmt.Errorf("connect to the database: %w", err)
+	}
+	defer conn.Close()
+	if _, err := conn.ExecContext(ctx, `SELECT pg_advisory_lock($1)`, int64(migration)); err != nil {
+		return fmt.Errorf("wait for other programs to bring the tables up to date: %w", err)
+	}
+	err = db.migrate(ctx, goose.DialectPostgres)
+	_, uerr := conn.ExecContext(context.WithoutCancel(ctx), `SELECT pg_advisory_unlock($1)`, int64(migration))
+	return errors.Join(err, uerr)
+}
+
+func (db *DB) migrate(ctx context.Context, dialect goose.Dialect) error {
 	files, err := fs.Sub(migrations, "migrations")
 	if err != nil {
 		return fmt.Errorf("read the migrations: %w", err)
 	}
-	p, err := goose.NewProvider(dialect, db.write, files, opts...)
+	p, err := goose.NewProvider(dialect, db.write, files)
 	if err != nil {
 		return fmt.Errorf("prepare the migrations: %w", err)
 	}
@@ -171,9 +182,10 @@ func (db *DB) migrate(ctx context.Context, dialect goose.Dialect, opts ...goose.
 	return nil
 }
 
-// The locks that transactions on PostgreSQL take to have their turn. SQLite
-// has one writer at a time.
+// The locks that are taken on PostgreSQL to have one's turn. SQLite has one
+// writer at a time.
 const (
+	migration = 0x6f64_0000 // the tables
 	admission = 0x6f64_0001 // sums over sandboxes
 	identity  = 0x6f64_0002 // projects, callers, grants, tokens; taken before admission
 )

@@ -108,6 +108,29 @@ func freeOne(t *testing.T, db *store.DB, place store.Place) {
 	}
 }
 
+// Programs that share a database oversell as little as calls of one program.
+func testTwoPrograms(t *testing.T, address string) {
+	dbs := []*store.DB{Open(t, address), Open(t, address)}
+	Projects(t, dbs[0], "root")
+	nodes(t, dbs[1], "n1")
+	place := fitting(sandbox.Resources{CPU: 10, MemoryMB: 1 << 40, DiskMB: 1 << 40, Sandboxes: 1 << 40})
+	var made atomic.Int64
+	atOnce(32, func(i int) {
+		sb := Sandbox("root")
+		_, err := dbs[i%2].CreateSandbox(t.Context(), sb, store.Idempotency{}, place)
+		if err == nil {
+			made.Add(1)
+			_, err = dbs[(i+1)%2].UpdateSandbox(t.Context(), sb.ID, func(sb *sandbox.Sandbox) error { return sb.MoveTo(sandbox.Running) })
+		}
+		if err != nil && !fault.Is(err, fault.Capacity) {
+			t.Error(err)
+		}
+	})
+	if made.Load() != 10 {
+		t.Errorf("%d sandboxes were admitted where 10 fit", made.Load())
+	}
+}
+
 func testSeveral(t *testing.T, db *store.DB) {
 	nodes(t, db, "n1", "n2")
 	room := fitting(sandbox.Resources{CPU: 2, MemoryMB: 1 << 40, DiskMB: 1 << 40, Sandboxes: 1 << 40})

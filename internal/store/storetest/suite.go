@@ -48,6 +48,7 @@ func Run(t *testing.T, newDatabase func(t testing.TB) (address string)) {
 	} {
 		t.Run(name, func(t *testing.T) { test(t, open(t)) })
 	}
+	t.Run("AdmissionByTwoPrograms", func(t *testing.T) { testTwoPrograms(t, newDatabase(t)) })
 	t.Run("OpenSideBySide", func(t *testing.T) { testOpenRace(t, newDatabase(t)) })
 }
 
