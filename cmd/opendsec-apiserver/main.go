@@ -6,6 +6,7 @@ import (
 	"os"
 
 	"github.com/kernflux/opendsec/internal/program"
+	"github.com/kernflux/opendsec/internal/program/runapi"
 )
 
-func main() { os.Exit(program.Main(&program.APIServer{}, os.Args[1:])) }
+func main() { os.Exit(program.Main(&runapi.Server{}, os.Args[1:])) }

@@ -6,6 +6,7 @@ import (
 	"os"
 
 	"github.com/kernflux/opendsec/internal/program"
+	"github.com/kernflux/opendsec/internal/program/runedge"
 )
 
-func main() { os.Exit(program.Main(&program.Edge{}, os.Args[1:])) }
+func main() { os.Exit(program.Main(&runedge.Server{}, os.Args[1:])) }

@@ -6,6 +6,7 @@ import (
 	"os"
 
 	"github.com/kernflux/opendsec/internal/program"
+	"github.com/kernflux/opendsec/internal/program/runiam"
 )
 
-func main() { os.Exit(program.Main(&program.IAM{}, os.Args[1:])) }
+func main() { os.Exit(program.Main(&runiam.Server{}, os.Args[1:])) }

@@ -6,6 +6,7 @@ import (
 	"os"
 
 	"github.com/kernflux/opendsec/internal/program"
+	"github.com/kernflux/opendsec/internal/program/runwatcher"
 )
 
-func main() { os.Exit(program.Main(&program.Watcher{}, os.Args[1:])) }
+func main() { os.Exit(program.Main(&runwatcher.Server{}, os.Args[1:])) }

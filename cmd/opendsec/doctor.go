@@ -8,7 +8,7 @@ import (
 	"github.com/spf13/cobra"
 
 	"github.com/kernflux/opendsec/internal/machine"
-	"github.com/kernflux/opendsec/internal/program"
+	"github.com/kernflux/opendsec/internal/program/install"
 )
 
 func doctorCommand() *cobra.Command {
@@ -17,7 +17,7 @@ func doctorCommand() *cobra.Command {
 		Use: "doctor", Short: "Say what this machine can do, found by trying; fails when something needed is missing", Args: cobra.NoArgs,
 		RunE: run(func(context.Context) error {
 			if state == "" {
-				state = program.DefaultState()
+				state = install.DefaultState()
 			}
 			missing := false
 			for _, f := range machine.Look(state) {

@@ -14,7 +14,7 @@ import (
 	"github.com/spf13/cobra"
 	"golang.org/x/sys/unix"
 
-	"github.com/kernflux/opendsec/internal/program"
+	"github.com/kernflux/opendsec/internal/program/install"
 )
 
 func downCommand() *cobra.Command {
@@ -23,7 +23,7 @@ func downCommand() *cobra.Command {
 	c := &cobra.Command{
 		Use: "down", Short: "Stop the servers; sandboxes go on unless asked otherwise", Args: cobra.NoArgs,
 		RunE: run(func(ctx context.Context) error {
-			in, err := program.Load(ops)
+			in, err := install.Load(ops)
 			if err != nil {
 				return err
 			}
@@ -35,17 +35,17 @@ func downCommand() *cobra.Command {
 			if err := stopServers(ctx, in); err != nil || !all {
 				return err
 			}
-			return in.RemoveFromHost(ctx)
+			return in.Edge.RemoveFromHost()
 		}),
 	}
-	c.Flags().StringVar(&ops, "ops", program.DefaultOps, "directory of the configuration")
+	c.Flags().StringVar(&ops, "ops", install.DefaultOps, "directory of the configuration")
 	c.Flags().BoolVar(&sandboxes, "sandboxes", false, "end all sandboxes first")
 	c.Flags().BoolVar(&all, "remove-all", false, "end all sandboxes, and remove what the servers keep on the machine outside the state directory: mounts, network slots, control groups")
 	return c
 }
 
 // running returns the process that runs the installation.
-func running(in *program.Installation) (int, bool) {
+func running(in *install.Installation) (int, bool) {
 	b, err := os.ReadFile(pidFile(in))
 	if err != nil {
 		return 0, false
@@ -63,7 +63,7 @@ func running(in *program.Installation) (int, bool) {
 }
 
 // stopServers ends the process that runs the installation and waits for it.
-func stopServers(ctx context.Context, in *program.Installation) error {
+func stopServers(ctx context.Context, in *install.Installation) error {
 	pid, ok := running(in)
 	if !ok {
 		return nil
@@ -97,7 +97,7 @@ func stopServers(ctx context.Context, in *program.Installation) error {
 
 // endSandboxes ends all sandboxes, starting the servers for it if they are not
 // running.
-func endSandboxes(ctx context.Context, in *program.Installation) error {
+func endSandboxes(ctx context.Context, in *install.Installation) error {
 	client, err := in.Admin()
 	if err != nil {
 		return err

@@ -13,14 +13,14 @@ import (
 
 	"github.com/spf13/cobra"
 
-	"github.com/kernflux/opendsec/internal/program"
+	"github.com/kernflux/opendsec/internal/program/install"
 )
 
 // setupFlags registers the flags that describe an installation.
-func setupFlags(c *cobra.Command, s *program.Setup) {
-	c.Flags().StringVar(&s.Ops, "ops", program.DefaultOps, "directory of the configuration, the CA's key and the tokens")
+func setupFlags(c *cobra.Command, s *install.Setup) {
+	c.Flags().StringVar(&s.Ops, "ops", install.DefaultOps, "directory of the configuration, the CA's key and the tokens")
 	c.Flags().StringVar(&s.State, "state", "", "directory of sandboxes, images and the database (default /data/opendsec where something is mounted at /data, else /var/lib/opendsec)")
-	c.Flags().StringVar(&s.Listen, "listen", "", "where the API listens (default "+program.DefaultListen+"); the two ports after it are used too")
+	c.Flags().StringVar(&s.Listen, "listen", "", "where the API listens (default "+install.DefaultListen+"); the two ports after it are used too")
 	c.Flags().StringVar(&s.Programs, "programs", ownDirectory(), "directory that holds opendsec-agent and opendsec-sentry")
 }
 
@@ -34,11 +34,11 @@ func ownDirectory() string {
 }
 
 func initCommand() *cobra.Command {
-	var s program.Setup
+	var s install.Setup
 	c := &cobra.Command{
 		Use: "init", Short: "Write the configuration, certificates and env files of an installation, and start nothing", Args: cobra.NoArgs,
 		RunE: run(func(ctx context.Context) error {
-			_, err := program.Init(ctx, s)
+			_, err := install.Init(ctx, s)
 			return err
 		}),
 	}
@@ -47,7 +47,7 @@ func initCommand() *cobra.Command {
 }
 
 func upCommand() *cobra.Command {
-	var s program.Setup
+	var s install.Setup
 	var detach bool
 	c := &cobra.Command{
 		Use: "up", Short: "Run all servers in one process, after what init does",
@@ -55,7 +55,7 @@ func upCommand() *cobra.Command {
 "up" finds them again. With --detach it goes to the background once a node is healthy.`,
 		Args: cobra.NoArgs,
 		RunE: run(func(ctx context.Context) error {
-			in, err := program.Init(ctx, s)
+			in, err := install.Init(ctx, s)
 			if err != nil {
 				return err
 			}
@@ -74,11 +74,11 @@ func upCommand() *cobra.Command {
 	return c
 }
 
-func pidFile(in *program.Installation) string { return filepath.Join(in.StateDir(), "opendsec.pid") }
-func logFile(in *program.Installation) string { return filepath.Join(in.StateDir(), "opendsec.log") }
+func pidFile(in *install.Installation) string { return filepath.Join(in.StateDir(), "opendsec.pid") }
+func logFile(in *install.Installation) string { return filepath.Join(in.StateDir(), "opendsec.log") }
 
 // writePID notes this process as the one that runs the installation.
-func writePID(in *program.Installation) error {
+func writePID(in *install.Installation) error {
 	if pid, ok := running(in); ok && pid != os.Getpid() {
 		return fmt.Errorf("it is running already, as process %d; stop it with: opendsec down --ops %s", pid, in.Ops)
 	}
@@ -86,7 +86,7 @@ func writePID(in *program.Installation) error {
 }
 
 // background starts "up" in a session of its own and waits until it is ready.
-func background(ctx context.Context, in *program.Installation) error {
+func background(ctx context.Context, in *install.Installation) error {
 	if pid, ok := running(in); ok {
 		return fmt.Errorf("it is running already, as process %d; stop it with: opendsec down --ops %s", pid, in.Ops)
 	}

@@ -9,7 +9,7 @@ import (
 	"github.com/spf13/cobra"
 
 	opendsecv1 "github.com/kernflux/opendsec/api/gen/opendsec/v1"
-	"github.com/kernflux/opendsec/internal/program"
+	"github.com/kernflux/opendsec/internal/program/install"
 )
 
 func waitCommand() *cobra.Command {
@@ -18,7 +18,7 @@ func waitCommand() *cobra.Command {
 	c := &cobra.Command{
 		Use: "wait", Short: "Wait until the API answers and a node takes sandboxes", Args: cobra.NoArgs,
 		RunE: run(func(ctx context.Context) error {
-			in, err := program.Load(ops)
+			in, err := install.Load(ops)
 			if err != nil {
 				return err
 			}
@@ -27,14 +27,14 @@ func waitCommand() *cobra.Command {
 			return waitReady(ctx, in)
 		}),
 	}
-	c.Flags().StringVar(&ops, "ops", program.DefaultOps, "directory of the configuration")
+	c.Flags().StringVar(&ops, "ops", install.DefaultOps, "directory of the configuration")
 	c.Flags().DurationVar(&limit, "timeout", time.Minute, "how long at most")
 	return c
 }
 
 // waitReady returns when a node takes sandboxes; at the context's end it says
 // what was missing last.
-func waitReady(ctx context.Context, in *program.Installation) error {
+func waitReady(ctx context.Context, in *install.Installation) error {
 	client, err := in.Admin()
 	if err != nil {
 		return err

@@ -1,7 +1,8 @@
-// Package program wires the servers: for each, a configuration file, and a
-// Run that opens what the server works with, starts it, and ends it in
-// reverse. The programs under cmd run one of them; "opendsec up" runs all in
-// one process, with the same files, listeners and certificates.
+// Package program is what the programs that run one server each have in
+// common. The packages below it wire the servers: for each, a configuration
+// file, and a Run that opens what the server works with, starts it, and ends it
+// in reverse. "opendsec up" runs all in one process (package install), with the
+// same files, listeners and certificates.
 package program
 
 import (
@@ -40,14 +41,16 @@ type Base struct {
 // Level returns the level of the server's log.
 func (b Base) Level() string { return b.LogLevel }
 
-func (b Base) faults() []error {
+// Faults reports what is wrong with the part that all files have.
+func (b Base) Faults() []error {
 	if b.PKI == "" {
 		return []error{errors.New("pki: name the directory with the certificates")}
 	}
 	return nil
 }
 
-func listenFaults(addr string) []error {
+// ListenFaults reports whether a listen address is wrong.
+func ListenFaults(addr string) []error {
 	if _, _, err := net.SplitHostPort(addr); err != nil {
 		return []error{fmt.Errorf("listen: want host:port, not %q", addr)}
 	}
@@ -96,8 +99,8 @@ func run(server Server, args []string) error {
 	return server.Run(ctx, log)
 }
 
-// open loads a server's identity and opens its port.
-func open(pki, role, addr string) (*mtls.Identity, net.Listener, error) {
+// Open loads a server's identity and opens its port.
+func Open(pki, role, addr string) (*mtls.Identity, net.Listener, error) {
 	id, err := mtls.Load(pki, role)
 	if err != nil {
 		return nil, nil, err

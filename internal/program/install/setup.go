@@ -1,4 +1,6 @@
-package program
+// Package install makes, reads and runs an installation on one machine: its
+// configuration, certificates, env files, and all its servers in one process.
+package install
 
 import (
 	"bufio"
@@ -20,6 +22,11 @@ import (
 	"github.com/kernflux/opendsec/internal/edge"
 	"github.com/kernflux/opendsec/internal/iam"
 	"github.com/kernflux/opendsec/internal/mtls"
+	"github.com/kernflux/opendsec/internal/program"
+	"github.com/kernflux/opendsec/internal/program/runapi"
+	"github.com/kernflux/opendsec/internal/program/runedge"
+	"github.com/kernflux/opendsec/internal/program/runiam"
+	"github.com/kernflux/opendsec/internal/program/runwatcher"
 	"github.com/kernflux/opendsec/internal/store"
 	"github.com/kernflux/opendsec/internal/watcher"
 )
@@ -58,15 +65,15 @@ func DefaultState() string {
 // Installation is an installation on one machine, as its files describe it.
 type Installation struct {
 	Ops       string
-	IAM       IAM
-	APIServer APIServer
-	Watcher   Watcher
-	Edge      Edge
+	IAM       runiam.Server
+	APIServer runapi.Server
+	Watcher   runwatcher.Server
+	Edge      runedge.Server
 }
 
 // servers lists the installation's servers in the order in which they start.
-func (in *Installation) servers() []Server {
-	return []Server{&in.IAM, &in.Edge, &in.Watcher, &in.APIServer}
+func (in *Installation) servers() []program.Server {
+	return []program.Server{&in.IAM, &in.Edge, &in.Watcher, &in.APIServer}
 }
 
 // EnvFile returns the path of the admin's env file.
@@ -120,7 +127,7 @@ func Init(ctx context.Context, s Setup) (*Installation, error) {
 		in.APIServer.Listen = s.Listen
 	}
 	if s.Programs != "" {
-		in.Edge.setPrograms(s.Programs)
+		in.Edge.SetPrograms(s.Programs)
 	}
 	if err := in.save(); err != nil {
 		return nil, err
@@ -150,15 +157,15 @@ func fresh(s Setup) (*Installation, error) {
 	if err := os.MkdirAll(s.State, 0o700); err != nil {
 		return nil, fmt.Errorf("make the state directory: %w", err)
 	}
-	base := Base{PKI: filepath.Join(s.Ops, "ca")}
+	base := program.Base{PKI: filepath.Join(s.Ops, "ca")}
 	db := "sqlite:" + filepath.Join(s.State, "opendsec.db")
 	inner := func(add int) string { return net.JoinHostPort("127.0.0.1", strconv.Itoa(n+add)) }
 	name := nodeName()
 	in := &Installation{Ops: s.Ops}
-	in.IAM = IAM{Base: base, Listen: inner(1), Database: db}
-	in.APIServer = APIServer{Base: base, Listen: net.JoinHostPort(host, port), Database: db, IAM: inner(1)}
-	in.Edge = Edge{Base: base, Listen: inner(2), Config: edge.Config{Name: name, StateDir: filepath.Join(s.State, "edge")}}
-	in.Watcher = Watcher{Base: base, Database: db, Nodes: []watcher.Node{{Name: name, Address: inner(2)}}}
+	in.IAM = runiam.Server{Base: base, Listen: inner(1), Database: db}
+	in.APIServer = runapi.Server{Base: base, Listen: net.JoinHostPort(host, port), Database: db, IAM: inner(1)}
+	in.Edge = runedge.Server{Base: base, Listen: inner(2), Config: edge.Config{Name: name, StateDir: filepath.Join(s.State, "edge")}}
+	in.Watcher = runwatcher.Server{Base: base, Database: db, Nodes: []watcher.Node{{Name: name, Address: inner(2)}}}
 	return in, nil
 }
 

@@ -1,4 +1,6 @@
-package program
+// Package runapi runs opendsec-apiserver: its configuration file, and what it
+// opens, starts and ends in reverse.
+package runapi
 
 import (
 	"context"
@@ -10,12 +12,13 @@ import (
 	"github.com/kernflux/opendsec/internal/apiserver"
 	"github.com/kernflux/opendsec/internal/daemon"
 	"github.com/kernflux/opendsec/internal/mtls"
+	"github.com/kernflux/opendsec/internal/program"
 	"github.com/kernflux/opendsec/internal/store"
 )
 
-// APIServer is the configuration file of opendsec-apiserver.
-type APIServer struct {
-	Base
+// Server is the configuration file of opendsec-apiserver.
+type Server struct {
+	program.Base
 	// Listen is where callers reach it, "host:port".
 	Listen string `json:"listen"`
 	// Database is "sqlite:PATH" or "postgres://…".
@@ -27,11 +30,11 @@ type APIServer struct {
 }
 
 // Component returns "apiserver".
-func (c *APIServer) Component() string { return mtls.RoleAPIServer }
+func (c *Server) Component() string { return mtls.RoleAPIServer }
 
 // Validate reports all faults of the file.
-func (c *APIServer) Validate() error {
-	faults := append(c.faults(), listenFaults(c.Listen)...)
+func (c *Server) Validate() error {
+	faults := append(c.Faults(), program.ListenFaults(c.Listen)...)
 	if _, _, err := net.SplitHostPort(c.IAM); err != nil {
 		faults = append(faults, fmt.Errorf("iam: want host:port, not %q", c.IAM))
 	}
@@ -42,13 +45,13 @@ func (c *APIServer) Validate() error {
 }
 
 // Run serves until the context ends.
-func (c *APIServer) Run(ctx context.Context, log *slog.Logger) error {
+func (c *Server) Run(ctx context.Context, log *slog.Logger) error {
 	db, err := store.Open(ctx, c.Database)
 	if err != nil {
 		return err
 	}
 	defer db.Close()
-	id, ln, err := open(c.PKI, mtls.RoleAPIServer, c.Listen)
+	id, ln, err := program.Open(c.PKI, mtls.RoleAPIServer, c.Listen)
 	if err != nil {
 		return err
 	}

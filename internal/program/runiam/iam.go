@@ -1,4 +1,6 @@
-package program
+// Package runiam runs opendsec-iam: its configuration file, and what it opens,
+// starts and ends in reverse.
+package runiam
 
 import (
 	"context"
@@ -8,12 +10,13 @@ import (
 	"github.com/kernflux/opendsec/internal/daemon"
 	"github.com/kernflux/opendsec/internal/iam"
 	"github.com/kernflux/opendsec/internal/mtls"
+	"github.com/kernflux/opendsec/internal/program"
 	"github.com/kernflux/opendsec/internal/store"
 )
 
-// IAM is the configuration file of opendsec-iam.
-type IAM struct {
-	Base
+// Server is the configuration file of opendsec-iam.
+type Server struct {
+	program.Base
 	// Listen is where components reach it, "host:port".
 	Listen string `json:"listen"`
 	// Database is "sqlite:PATH" or "postgres://…".
@@ -22,21 +25,21 @@ type IAM struct {
 }
 
 // Component returns "iam".
-func (c *IAM) Component() string { return mtls.RoleIAM }
+func (c *Server) Component() string { return mtls.RoleIAM }
 
 // Validate reports all faults of the file.
-func (c *IAM) Validate() error {
-	return errors.Join(append(append(c.faults(), listenFaults(c.Listen)...), c.Config.Validate())...)
+func (c *Server) Validate() error {
+	return errors.Join(append(append(c.Faults(), program.ListenFaults(c.Listen)...), c.Config.Validate())...)
 }
 
 // Run serves until the context ends.
-func (c *IAM) Run(ctx context.Context, log *slog.Logger) error {
+func (c *Server) Run(ctx context.Context, log *slog.Logger) error {
 	db, err := store.Open(ctx, c.Database)
 	if err != nil {
 		return err
 	}
 	defer db.Close()
-	id, ln, err := open(c.PKI, mtls.RoleIAM, c.Listen)
+	id, ln, err := program.Open(c.PKI, mtls.RoleIAM, c.Listen)
 	if err != nil {
 		return err
 	}

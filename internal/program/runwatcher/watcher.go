@@ -1,4 +1,6 @@
-package program
+// Package runwatcher runs opendsec-watcher: its configuration file, and what it
+// opens, starts and ends in reverse.
+package runwatcher
 
 import (
 	"context"
@@ -8,13 +10,14 @@ import (
 
 	"github.com/kernflux/opendsec/internal/daemon"
 	"github.com/kernflux/opendsec/internal/mtls"
+	"github.com/kernflux/opendsec/internal/program"
 	"github.com/kernflux/opendsec/internal/store"
 	"github.com/kernflux/opendsec/internal/watcher"
 )
 
-// Watcher is the configuration file of opendsec-watcher.
-type Watcher struct {
-	Base
+// Server is the configuration file of opendsec-watcher.
+type Server struct {
+	program.Base
 	// Database is "sqlite:PATH" or "postgres://…".
 	Database string `json:"database"`
 	// Nodes are the machines of the cluster.
@@ -27,23 +30,23 @@ type Watcher struct {
 }
 
 // Component returns "watcher".
-func (c *Watcher) Component() string { return mtls.RoleWatcher }
+func (c *Server) Component() string { return mtls.RoleWatcher }
 
 // Validate reports all faults of the file.
-func (c *Watcher) Validate() error {
-	faults := append(c.faults(), c.config().Validate())
+func (c *Server) Validate() error {
+	faults := append(c.Faults(), c.config().Validate())
 	if len(c.Nodes) == 0 {
 		faults = append(faults, errors.New("nodes: name at least one"))
 	}
 	return errors.Join(faults...)
 }
 
-func (c *Watcher) config() watcher.Config {
+func (c *Server) config() watcher.Config {
 	return watcher.Config{Nodes: c.Nodes, LostAfter: time.Duration(c.LostAfter), KeepEnded: time.Duration(c.KeepEnded)}
 }
 
 // Run watches until the context ends.
-func (c *Watcher) Run(ctx context.Context, log *slog.Logger) error {
+func (c *Server) Run(ctx context.Context, log *slog.Logger) error {
 	db, err := store.Open(ctx, c.Database)
 	if err != nil {
 		return err

@@ -1,4 +1,6 @@
-package program
+// Package runedge runs opendsec-edge: its configuration file, and what it opens,
+// starts and ends in reverse. It is where the backends are opened.
+package runedge
 
 import (
 	"context"
@@ -18,11 +20,12 @@ import (
 	"github.com/kernflux/opendsec/internal/image"
 	"github.com/kernflux/opendsec/internal/mtls"
 	"github.com/kernflux/opendsec/internal/netslot"
+	"github.com/kernflux/opendsec/internal/program"
 )
 
-// Edge is the configuration file of opendsec-edge.
-type Edge struct {
-	Base
+// Server is the configuration file of opendsec-edge.
+type Server struct {
+	program.Base
 	// Listen is where components reach it, "host:port".
 	Listen string `json:"listen"`
 	// SentryPath is the binary that runs gVisor's kernel.
@@ -38,11 +41,11 @@ type Edge struct {
 }
 
 // Component returns "edge".
-func (c *Edge) Component() string { return mtls.RoleEdge }
+func (c *Server) Component() string { return mtls.RoleEdge }
 
 // Validate reports all faults of the file.
-func (c *Edge) Validate() error {
-	faults := append(append(c.faults(), listenFaults(c.Listen)...), c.Config.Validate())
+func (c *Server) Validate() error {
+	faults := append(append(c.Faults(), program.ListenFaults(c.Listen)...), c.Config.Validate())
 	if !filepath.IsAbs(c.SentryPath) {
 		faults = append(faults, fmt.Errorf("sentry_path: %q must be the absolute path of opendsec-sentry", c.SentryPath))
 	}
@@ -52,17 +55,18 @@ func (c *Edge) Validate() error {
 	return errors.Join(faults...)
 }
 
-func (c *Edge) setPrograms(dir string) {
+// SetPrograms says in which directory the agent and the sentry are.
+func (c *Server) SetPrograms(dir string) {
 	c.AgentPath, c.SentryPath = filepath.Join(dir, "opendsec-agent"), filepath.Join(dir, "opendsec-sentry")
 }
 
-func (c *Edge) images(log *slog.Logger) (*image.Store, error) {
+func (c *Server) images(log *slog.Logger) (*image.Store, error) {
 	return image.Open(log, filepath.Join(c.StateDir, "images"))
 }
 
 // Run serves until the context ends. Sandboxes go on.
-func (c *Edge) Run(ctx context.Context, log *slog.Logger) (err error) {
-	id, ln, err := open(c.PKI, mtls.RoleEdge, c.Listen)
+func (c *Server) Run(ctx context.Context, log *slog.Logger) (err error) {
+	id, ln, err := program.Open(c.PKI, mtls.RoleEdge, c.Listen)
 	if err != nil {
 		return err
 	}
@@ -99,12 +103,12 @@ func (c *Edge) Run(ctx context.Context, log *slog.Logger) (err error) {
 
 // RemoveFromHost removes what the edge keeps on the machine outside its state
 // directory. No sandbox and no server may run.
-func (in *Installation) RemoveFromHost(context.Context) error {
-	dir := in.Edge.StateDir
+func (c *Server) RemoveFromHost() error {
+	dir := c.StateDir
 	if _, err := os.Stat(dir); errors.Is(err, os.ErrNotExist) {
 		return nil // it never ran
 	}
-	images, err := in.Edge.images(slog.New(slog.DiscardHandler))
+	images, err := c.images(slog.New(slog.DiscardHandler))
 	if err != nil {
 		return err
 	}
