@@ -24,7 +24,7 @@ const patience = 60 * time.Second
 
 // env is what one test works with: a place of its own and a backend in it.
 type env struct {
-	*testing.T
+	testing.TB
 	kind    Kind
 	shared  material
 	place   Place
@@ -37,12 +37,12 @@ type env struct {
 
 // newEnv opens a backend at a new place. At the test's end it destroys the
 // machines that are left, closes the backend and checks that the host is clean.
-func newEnv(t *testing.T, k Kind, shared material) *env {
+func newEnv(t testing.TB, k Kind, shared material) *env {
 	t.Helper()
 	dir := t.TempDir()
 	logs := &logBuffer{}
 	e := &env{
-		T: t, kind: k, shared: shared, logs: logs,
+		TB: t, kind: k, shared: shared, logs: logs,
 		place: Place{
 			Log: slog.New(slog.NewTextHandler(logs, nil)), StateDir: dir,
 			Prefix: backend.Prefix(dir), Agent: shared.agent,
@@ -81,7 +81,7 @@ func (e *env) reopen() {
 	if err := e.backend.Close(); err != nil {
 		e.Fatalf("close the backend: %v", err)
 	}
-	e.backend = e.kind.Open(e.T, e.place)
+	e.backend = e.kind.Open(e.TB, e.place)
 }
 
 // usual are limits that every test without a need of its own takes.

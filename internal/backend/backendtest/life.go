@@ -160,7 +160,7 @@ func testDeath(e *env) {
 			waited <- exit
 		}()
 	}
-	e.kind.Crash(e.T, m.instance.Handle())
+	e.kind.Crash(e.TB, m.instance.Handle())
 	for range cap(waited) {
 		if exit := <-waited; exit.OutOfMemory || exit.Detail == "" {
 			e.Errorf("a machine that was killed: %+v", exit)

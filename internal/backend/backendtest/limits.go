@@ -187,7 +187,7 @@ func testUsage(e *env) {
 	if after.CPU < before.CPU {
 		e.Errorf("CPU time went from %v to %v", before.CPU, after.CPU)
 	}
-	e.kind.Crash(e.T, m.instance.Handle())
+	e.kind.Crash(e.TB, m.instance.Handle())
 	m.wait()
 	ctx, cancel := context.WithTimeout(e.ctx, patience)
 	defer cancel()

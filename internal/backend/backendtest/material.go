@@ -21,7 +21,7 @@ type material struct {
 }
 
 // newMaterial builds the agent and an image.
-func newMaterial(t *testing.T, k Kind) material {
+func newMaterial(t testing.TB, k Kind) material {
 	t.Helper()
 	dir := t.TempDir()
 	if k.Simulated {
@@ -31,7 +31,7 @@ func newMaterial(t *testing.T, k Kind) material {
 }
 
 // buildAgent builds the agent from its source and packs it in both forms.
-func buildAgent(t *testing.T, dir string) backend.Agent {
+func buildAgent(t testing.TB, dir string) backend.Agent {
 	t.Helper()
 	binary := filepath.Join(dir, "opendsec-agent")
 	cmd := exec.Command("go", "build", "-trimpath", "-ldflags=-s -w", "-o", binary, "github.com/kernflux/opendsec/cmd/opendsec-agent")
@@ -45,7 +45,7 @@ func buildAgent(t *testing.T, dir string) backend.Agent {
 }
 
 // buildRootfs packs a small tree of busybox and mounts it.
-func buildRootfs(t *testing.T, dir string) backend.Rootfs {
+func buildRootfs(t testing.TB, dir string) backend.Rootfs {
 	t.Helper()
 	tree := filepath.Join(dir, "tree")
 	fillTree(t, tree)
@@ -68,7 +68,7 @@ func buildRootfs(t *testing.T, dir string) backend.Rootfs {
 }
 
 // fillTree makes a file tree that is enough of a Linux for the tests.
-func fillTree(t *testing.T, tree string) {
+func fillTree(t testing.TB, tree string) {
 	t.Helper()
 	busybox, err := exec.LookPath("busybox")
 	if err != nil {
@@ -119,7 +119,7 @@ func fillTree(t *testing.T, tree string) {
 	}
 }
 
-func run(t *testing.T, cmd *exec.Cmd) {
+func run(t testing.TB, cmd *exec.Cmd) {
 	t.Helper()
 	if out, err := cmd.CombinedOutput(); err != nil {
 		t.Fatalf("%s: %v\n%s", strings.Join(cmd.Args, " "), err, out)

@@ -47,7 +47,7 @@ func testRecover(e *env) {
 			e.Errorf("usage of a recovered machine: %+v, %v", u, err)
 		}
 	}
-	e.kind.Crash(e.T, m.instance.Handle())
+	e.kind.Crash(e.TB, m.instance.Handle())
 	m.wait()
 	m.destroy()
 	e.noLeftovers()
@@ -63,7 +63,7 @@ func testRecoverAfterKill(e *env) {
 	c := e.startCreator(configs...)
 	handles := []backend.Handle{c.handle(), c.handle()}
 	c.kill()
-	e.backend = e.kind.Open(e.T, e.place)
+	e.backend = e.kind.Open(e.TB, e.place)
 	for n, h := range handles {
 		i, err := e.backend.Recover(e.ctx, h)
 		if err != nil {
@@ -75,7 +75,7 @@ func testRecoverAfterKill(e *env) {
 		m.greet()
 		m.works()
 		if n == 0 {
-			e.kind.Crash(e.T, i.Handle())
+			e.kind.Crash(e.TB, i.Handle())
 			m.wait()
 		}
 	}
@@ -90,7 +90,7 @@ func testRecoverAfterKill(e *env) {
 func testRecoverGone(e *env) {
 	died, destroyed := e.create(usual), e.create(usual)
 	handles := []backend.Handle{died.instance.Handle(), destroyed.instance.Handle()}
-	e.kind.Crash(e.T, handles[0])
+	e.kind.Crash(e.TB, handles[0])
 	died.wait()
 	destroyed.destroy()
 	e.reopen()
@@ -251,7 +251,7 @@ func testCreatorKilled(e *env) {
 		c.next(creating)
 		<-time.After(time.Duration(n) * 4 * time.Millisecond)
 		c.kill()
-		e.backend = e.kind.Open(e.T, e.place)
+		e.backend = e.kind.Open(e.TB, e.place)
 		e.removeLeftovers()
 		e.release(cfg)
 	}

@@ -19,6 +19,7 @@ import (
 	"log/slog"
 	"os"
 	"path/filepath"
+	"slices"
 	"sync"
 
 	"golang.org/x/sys/unix"
@@ -41,6 +42,8 @@ type Options struct {
 	Agent backend.Agent
 	// ReadyDisks is how many empty disks are kept ready, 4 when zero.
 	ReadyDisks int
+	// Runtime is "crun" or "runc"; "" takes the first that works, in that order.
+	Runtime string
 }
 
 // Backend makes containers.
@@ -50,6 +53,7 @@ type Backend struct {
 	dir    string // our own
 	prefix string
 	agent  backend.Agent
+	wanted string // the runtime, "" for any
 	disks  *diskPool
 	stop   context.CancelFunc // ends the pool
 
@@ -91,7 +95,7 @@ func Open(o Options) (*Backend, error) {
 	}
 	ctx, stop := context.WithCancel(context.Background())
 	return &Backend{
-		log: o.Log, state: o.StateDir, dir: dir, prefix: o.Prefix, agent: o.Agent,
+		log: o.Log, state: o.StateDir, dir: dir, prefix: o.Prefix, agent: o.Agent, wanted: o.Runtime,
 		disks: newDiskPool(ctx, o.Log, t, ready), stop: stop,
 		live: map[sandbox.ID]*instance{}, trials: map[sandbox.ID]bool{},
 	}, nil
@@ -279,9 +283,11 @@ func (b *Backend) chosen(ctx context.Context, agent backend.Agent) (*ociRuntime,
 	if b.runtime != nil {
 		return b.runtime, nil
 	}
-	found := findRuntimes(b.dir)
+	found := slices.DeleteFunc(findRuntimes(b.dir), func(r ociRuntime) bool {
+		return b.wanted != "" && r.name != b.wanted
+	})
 	if len(found) == 0 {
-		return nil, errors.New("neither crun nor runc is installed: apt-get install runc")
+		return nil, errors.New("no OCI runtime is installed: apt-get install runc")
 	}
 	var failed []error
 	for _, r := range found {

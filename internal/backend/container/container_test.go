@@ -10,13 +10,19 @@ import (
 	"github.com/kernflux/opendsec/internal/backend/backendtest"
 )
 
-func openAt(t testing.TB, p backendtest.Place) backend.Backend {
-	t.Helper()
-	b, err := Open(Options{Log: p.Log, StateDir: p.StateDir, Prefix: p.Prefix, Agent: p.Agent})
-	if err != nil {
-		t.Fatal(err)
+// kindOf describes the backend with a runtime, "" for the one that it chooses.
+func kindOf(runtime string) backendtest.Kind {
+	return backendtest.Kind{
+		Open: func(t testing.TB, p backendtest.Place) backend.Backend {
+			t.Helper()
+			b, err := Open(Options{Log: p.Log, StateDir: p.StateDir, Prefix: p.Prefix, Agent: p.Agent, Runtime: runtime})
+			if err != nil {
+				t.Fatal(err)
+			}
+			return b
+		},
+		Crash: crash,
 	}
-	return b
 }
 
 // crash kills a container's first process.
@@ -31,6 +37,8 @@ func crash(t testing.TB, h backend.Handle) {
 	}
 }
 
-func TestBackend(t *testing.T) {
-	backendtest.Run(t, backendtest.Kind{Open: openAt, Crash: crash})
-}
+func TestBackend(t *testing.T) { backendtest.Run(t, kindOf("")) }
+
+// TestBackendOnRunc runs the suite on the runtime that is there on most
+// machines, and that TestBackend may not have chosen.
+func TestBackendOnRunc(t *testing.T) { backendtest.Run(t, kindOf("runc")) }

@@ -157,8 +157,10 @@ func (s stage) mountRoot(tree string, d *disk, dir string) error {
 			return fmt.Errorf("prepare the disk: %w", err)
 		}
 	}
-	if info, err := os.Stat(tree); err != nil || !info.IsDir() {
-		return fmt.Errorf("the image's tree %q is not a directory: %w", tree, errors.Join(err, os.ErrInvalid))
+	if info, err := os.Stat(tree); err != nil {
+		return fmt.Errorf("the image's tree: %w", err)
+	} else if !info.IsDir() {
+		return fmt.Errorf("the image's tree %s is not a directory", tree)
 	}
 	options := "lowerdir=" + escape(tree) + ",upperdir=" + escape(upper+"/upper") + ",workdir=" + escape(upper+"/work")
 	// Volatile makes fsync in the sandbox cheap: its files are not meant to

@@ -23,7 +23,6 @@ type machine struct {
 	record  record
 	handle  backend.Handle
 	agent   *agent
-	fate    *time.Timer // when it dies; nil for never
 
 	listener *listener
 	server   *http.Server
@@ -31,7 +30,8 @@ type machine struct {
 
 	done chan struct{} // closed when it has ended or is abandoned
 
-	mu       sync.Mutex // guards what is below
+	mu       sync.Mutex  // guards what is below
+	fate     *time.Timer // when it dies; nil for never
 	dialling *rand.Rand
 	ended    bool
 	exit     backend.Exit
@@ -127,12 +127,12 @@ func (m *machine) end(exit backend.Exit, lost error) {
 	first := !m.ended
 	if first {
 		m.ended, m.exit, m.lost = true, exit, lost
-	}
-	m.mu.Unlock()
-	if first {
 		if m.fate != nil {
 			m.fate.Stop()
 		}
+	}
+	m.mu.Unlock()
+	if first {
 		m.server.Close()
 		<-m.served
 		m.agent.close()

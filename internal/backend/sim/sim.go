@@ -191,7 +191,9 @@ func (b *Backend) start(r record) (*machine, error) {
 	if fate.Float64() < b.behavior.Dies {
 		oom := fate.Float64() < b.behavior.OutOfMemory
 		moment := r.Created.Add(time.Duration(fate.Float64() * float64(b.behavior.DiesWithin)))
+		m.mu.Lock()
 		m.fate = time.AfterFunc(time.Until(moment), func() { m.die(oom) })
+		m.mu.Unlock()
 	}
 	return m, nil
 }
