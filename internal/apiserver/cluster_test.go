@@ -50,6 +50,20 @@ const (
 
 func newCluster(t *testing.T, nodes int) *cluster {
 	t.Helper()
+	c := newRecords(t)
+	var watched []watcher.Node
+	for i := range nodes {
+		e := edgetest.Start(t, c.dir, fmt.Sprintf("node-%d", i+1))
+		c.edges = append(c.edges, e)
+		watched = append(watched, watcher.Node{Name: e.Name, Address: e.Address()})
+	}
+	c.start(watched)
+	return c
+}
+
+// newRecords makes the certificates and the records of a cluster.
+func newRecords(t *testing.T) *cluster {
+	t.Helper()
 	dir := t.TempDir()
 	authority, err := ca.Init(dir)
 	if err != nil {
@@ -71,32 +85,30 @@ func newCluster(t *testing.T, nodes int) *cluster {
 	})
 	c := &cluster{t: t, db: db, ca: authority, dir: dir}
 	c.fill()
-	log := slog.New(slog.DiscardHandler)
+	return c
+}
 
-	var watched []watcher.Node
-	for i := range nodes {
-		e := edgetest.Start(t, dir, fmt.Sprintf("node-%d", i+1))
-		c.edges = append(c.edges, e)
-		watched = append(watched, watcher.Node{Name: e.Name, Address: e.Address()})
-	}
-	iamID := c.identity(dir, mtls.RoleIAM)
-	iamAddress := c.serve(iamID.ServerConfig(), iam.New(iam.Config{}, db, log).Handler())
-	watchID := c.identity(dir, mtls.RoleWatcher)
+// start runs iam, the watcher and the API over the nodes.
+func (c *cluster) start(nodes []watcher.Node) {
+	c.t.Helper()
+	log := slog.New(slog.DiscardHandler)
+	iamID := c.identity(mtls.RoleIAM)
+	iamAddress := c.serve(iamID.ServerConfig(), iam.New(iam.Config{}, c.db, log).Handler())
+	watchID := c.identity(mtls.RoleWatcher)
 	c.run(func(ctx context.Context) error {
-		return watcher.New(watcher.Config{Nodes: watched}, watcher.Deps{
-			DB: db, Edge: c.client(watchID.ClientConfig(mtls.RoleEdge)), Log: log,
+		return watcher.New(watcher.Config{Nodes: nodes}, watcher.Deps{
+			DB: c.db, Edge: c.client(watchID.ClientConfig(mtls.RoleEdge)), Log: log,
 		}).Run(ctx)
 	})
-	apiID := c.identity(dir, mtls.RoleAPIServer)
+	apiID := c.identity(mtls.RoleAPIServer)
 	api := apiserver.New(apiserver.Config{IAMAddress: iamAddress, Version: "test", StopTimeout: 2 * time.Second}, apiserver.Deps{
-		DB: db, IAM: c.client(apiID.ClientConfig(mtls.RoleIAM)), Edge: c.client(apiID.ClientConfig(mtls.RoleEdge)), Log: log,
+		DB: c.db, IAM: c.client(apiID.ClientConfig(mtls.RoleIAM)), Edge: c.client(apiID.ClientConfig(mtls.RoleEdge)), Log: log,
 	})
 	c.url = "https://" + c.serve(apiID.PublicConfig(), api.Handler())
 	pool := x509.NewCertPool()
-	pool.AppendCertsFromPEM(authority.CertPEM())
+	pool.AppendCertsFromPEM(c.ca.CertPEM())
 	c.http = c.client(&tls.Config{RootCAs: pool})
-	c.waitHealthy(nodes)
-	return c
+	c.waitHealthy(len(nodes))
 }
 
 // fill records the projects, callers and images that tests use.
@@ -124,9 +136,9 @@ func (c *cluster) fill() {
 	}
 }
 
-func (c *cluster) identity(dir, r string) *mtls.Identity {
+func (c *cluster) identity(r string) *mtls.Identity {
 	c.t.Helper()
-	id, err := mtls.Load(dir, r)
+	id, err := mtls.Load(c.dir, r)
 	if err != nil {
 		c.t.Fatal(err)
 	}

@@ -19,6 +19,7 @@ import (
 
 	"github.com/kernflux/opendsec/internal/edgetest"
 	"github.com/kernflux/opendsec/internal/fault"
+	"github.com/kernflux/opendsec/internal/mtls"
 )
 
 type protoName = protoreflect.FullName
@@ -213,7 +214,7 @@ func TestDataPlaneAddsLittle(t *testing.T) {
 		defer mu.Unlock()
 		w.WriteHeader(http.StatusOK)
 	})})
-	direct := c.client(c.identity(c.dir, "apiserver").ClientConfig("edge"))
+	direct := c.client(c.identity(mtls.RoleAPIServer).ClientConfig(mtls.RoleEdge))
 	measure := func(client *http.Client, base string) time.Duration {
 		best := time.Hour
 		for range 300 {
