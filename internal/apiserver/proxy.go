@@ -64,6 +64,9 @@ func (r *routes) drop(id sandbox.ID) {
 	delete(r.byID, id)
 }
 
+// dataPath is where the sandboxes' data planes are.
+const dataPath = "/sandboxes/"
+
 // dataPlane passes calls under /sandboxes/ID/ to the node of the sandbox, byte
 // for byte and both ways at once. The caller's token ends here.
 type dataPlane struct {
@@ -107,9 +110,10 @@ func (d *dataPlane) admit(r *http.Request) (route, error) {
 	if err != nil {
 		return route{}, err
 	}
-	id, err := sandbox.ParseID(r.PathValue("id"))
+	name, _, _ := strings.Cut(strings.TrimPrefix(r.URL.Path, dataPath), "/")
+	id, err := sandbox.ParseID(name)
 	if err != nil {
-		return route{}, unknownSandbox(r.PathValue("id"))
+		return route{}, unknownSandbox(name)
 	}
 	rt, err := d.find(r.Context(), id)
 	if err != nil {
@@ -172,10 +176,12 @@ func (s *Server) proxyFailed(w http.ResponseWriter, r *http.Request, err error) 
 		panic(http.ErrAbortHandler)
 	}
 	where := "the iam service"
-	if strings.HasPrefix(r.URL.Path, "/sandboxes/") {
+	if strings.HasPrefix(r.URL.Path, dataPath) {
 		where = "the sandbox's node"
 	}
-	s.fail(w, r, fault.New(fault.Unavailable, "%s could not be reached, try again: %w", where, err))
+	// Where things are inside is not the caller's matter; the log has it.
+	s.log.Warn("a call could not be passed on", "path", r.URL.Path, "request_id", rpc.RequestID(r.Context()), "error", err)
+	s.fail(w, r, fault.New(fault.Unavailable, "%s could not be reached: try again", where))
 }
 
 // fail answers a call outside the Connect handlers with an error, in the form

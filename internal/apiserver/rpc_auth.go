@@ -8,6 +8,7 @@ import (
 	"time"
 
 	"connectrpc.com/connect"
+	"golang.org/x/sync/singleflight"
 
 	iamv1 "github.com/kernflux/opendsec/api/gen/iam/v1"
 	"github.com/kernflux/opendsec/api/gen/iam/v1/iamv1connect"
@@ -23,13 +24,16 @@ const (
 	tokenFresh = 2 * time.Second
 	// maxTokens bounds the cache; it is emptied when it is full.
 	maxTokens = 10000
+	// iamTimeout bounds one question to iam.
+	iamTimeout = 10 * time.Second
 )
 
 // door tells who calls. It keeps iam's answers for tokenFresh, by a hash, so
 // that a dump of its memory holds fewer secrets.
 type door struct {
-	iam iamv1connect.AuthClient
-	now func() time.Time
+	iam    iamv1connect.AuthClient
+	now    func() time.Time
+	asking singleflight.Group // one question per token at a time
 
 	mu    sync.Mutex // guards known
 	known map[[sha256.Size]byte]known
@@ -57,11 +61,30 @@ func (d *door) authenticate(ctx context.Context, h http.Header) (*caller, error)
 	if ok && now.Before(k.until) {
 		return k.caller, nil
 	}
-	c, err := d.ask(ctx, token)
-	if err != nil {
-		return nil, err
+	// Whoever asks first may go away before the others have their answer.
+	lasting := context.WithoutCancel(ctx)
+	answer := d.asking.DoChan(string(key[:]), func() (any, error) {
+		ctx, cancel := context.WithTimeout(lasting, iamTimeout)
+		defer cancel()
+		c, err := d.ask(ctx, token)
+		if err == nil {
+			d.remember(key, c)
+		}
+		return c, err
+	})
+	select {
+	case a := <-answer:
+		if a.Err != nil {
+			return nil, a.Err
+		}
+		return a.Val.(*caller), nil
+	case <-ctx.Done():
+		return nil, ctx.Err()
 	}
-	until := now.Add(tokenFresh)
+}
+
+func (d *door) remember(key [sha256.Size]byte, c *caller) {
+	until := d.now().Add(tokenFresh)
 	if !c.expires.IsZero() && c.expires.Before(until) {
 		until = c.expires
 	}
@@ -71,7 +94,6 @@ func (d *door) authenticate(ctx context.Context, h http.Header) (*caller, error)
 		clear(d.known)
 	}
 	d.known[key] = known{c, until}
-	return c, nil
 }
 
 func (d *door) ask(ctx context.Context, token string) (*caller, error) {

@@ -11,6 +11,7 @@ import (
 	"log/slog"
 	"net"
 	"net/http"
+	"strings"
 	"time"
 
 	"connectrpc.com/connect"
@@ -113,7 +114,6 @@ func (s *Server) Handler() http.Handler {
 	mux.Handle(opendsecv1connect.NewImageServiceHandler(imageRPC{s}, options))
 	mux.Handle(opendsecv1connect.NewClusterServiceHandler(clusterRPC{s}, options))
 	mux.Handle("/"+opendsecv1connect.IdentityServiceName+"/", newIdentityProxy(s))
-	mux.Handle("/sandboxes/{id}/", newDataPlane(s))
 
 	reflector := grpcreflect.NewStaticReflector(services...)
 	mux.Handle(grpcreflect.NewHandlerV1(reflector))
@@ -121,7 +121,16 @@ func (s *Server) Handler() http.Handler {
 	mux.Handle(grpchealth.NewHandler(grpchealth.NewStaticChecker(services...)))
 	mux.HandleFunc("GET /healthz", s.healthz)
 	mux.HandleFunc("/", s.unknownPath)
-	return withRequestID(mux)
+	data := newDataPlane(s)
+	return withRequestID(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		// Not by the mux: it would redirect paths that it finds unclean, and
+		// what they mean is the agent's matter.
+		if strings.HasPrefix(r.URL.Path, dataPath) {
+			data.ServeHTTP(w, r)
+			return
+		}
+		mux.ServeHTTP(w, r)
+	}))
 }
 
 // withRequestID gives every request its id before anything else sees it, so

@@ -12,11 +12,17 @@ import (
 
 // applyAll writes into the records what nodes have said and the records do not
 // say yet, because writing it failed when it came.
-func (w *Watcher) applyAll(ctx context.Context, now time.Time) error {
+func (w *Watcher) applyAll(ctx context.Context, now time.Time, live []*sandbox.Sandbox) error {
+	records := make(map[sandbox.ID]*sandbox.Sandbox, len(live))
+	for _, sb := range live {
+		records[sb.ID] = sb
+	}
 	var failed []error
 	for _, n := range w.nodes {
-		for _, m := range n.look().machines {
-			failed = append(failed, w.apply(ctx, n.Name, m, now))
+		for id, m := range n.look().machines {
+			if sb := records[id]; sb != nil && sb.Node == n.Name && !upToDate(sb, m) {
+				failed = append(failed, w.apply(ctx, n.Name, m, now))
+			}
 		}
 	}
 	return errors.Join(failed...)

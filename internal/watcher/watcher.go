@@ -179,7 +179,7 @@ func (w *Watcher) reconcile(ctx context.Context, now time.Time) error {
 		return err
 	}
 	return errors.Join(
-		w.applyAll(ctx, now),
+		w.applyAll(ctx, now, live),
 		w.endExpired(ctx, now, live),
 		w.finishStopping(ctx, now, live),
 		w.failLost(ctx, now, live),

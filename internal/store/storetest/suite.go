@@ -35,6 +35,8 @@ func Run(t *testing.T, newDatabase func(t testing.TB) (address string)) {
 		"AdmissionOfSeveral":    testSeveral,
 		"Idempotency":           testIdempotency,
 		"IdempotencySideBySide": testIdempotencyRace,
+		"ForgetKey":             testForgetKey,
+		"Move":                  testMove,
 		"ListFilters":           testFilters,
 		"ListPages":             testPages,
 		"Purge":                 testPurge,
