@@ -558,7 +558,8 @@ type Leak struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// The node.
 	Node string `protobuf:"bytes,1,opt,name=node,proto3" json:"node,omitempty"`
-	// "process", "netns", "link", "mount", "cgroup", "loop", "file", "record".
+	// "process", "netns", "link", "mount", "cgroup", "loop", "file", "record", or
+	// "node" for a node that could not be asked.
 	Kind string `protobuf:"bytes,2,opt,name=kind,proto3" json:"kind,omitempty"`
 	// Its name: a path, a process id, an id.
 	Name string `protobuf:"bytes,3,opt,name=name,proto3" json:"name,omitempty"`
