@@ -111,25 +111,36 @@ func mountOnce(file, tree string) error {
 	return mount(file, tree)
 }
 
-// mount mounts an EROFS file read-only. Nothing in the tree works as a device
-// or setuid program on the host; an overlay over it has its own say.
+// mountFlags: nothing in the tree works as a device or setuid program on the
+// host; an overlay over it has its own say.
+const mountFlags = unix.MS_RDONLY | unix.MS_NODEV | unix.MS_NOSUID
+
+// mount mounts an EROFS file read-only.
 func mount(file, tree string) error {
-	const flags = unix.MS_RDONLY | unix.MS_NODEV | unix.MS_NOSUID
-	err := unix.Mount(file, tree, "erofs", flags, "")
+	err := unix.Mount(file, tree, "erofs", mountFlags, "")
 	if err == nil {
 		return nil
 	}
 	// Kernels before 6.12, and some file systems, want a block device.
-	loop, lerr := attachLoop(file)
-	if lerr != nil {
+	if lerr := mountLoop(file, tree); lerr != nil {
 		return fmt.Errorf("as a file: %w; with a loop device: %w", err, lerr)
 	}
-	// The device goes with its last user: our descriptor, or the mount.
+	return nil
+}
+
+// mountLoop mounts an EROFS file by way of a loop device, which goes with its
+// last user: our descriptor, or the mount.
+func mountLoop(file, tree string) error {
+	loop, err := attachLoop(file)
+	if err != nil {
+		return err
+	}
 	defer loop.Close()
-	if err := unix.Mount(loop.Name(), tree, "erofs", flags, ""); err != nil {
-		if err == unix.ENODEV {
-			return errors.New("this kernel has no EROFS; load the module erofs, or use a kernel with CONFIG_EROFS_FS")
-		}
+	err = unix.Mount(loop.Name(), tree, "erofs", mountFlags, "")
+	if err == unix.ENODEV {
+		return errors.New("this kernel has no EROFS; load the module erofs, or use a kernel with CONFIG_EROFS_FS")
+	}
+	if err != nil {
 		return fmt.Errorf("mount %s: %w", loop.Name(), err)
 	}
 	return nil

@@ -19,7 +19,9 @@ import (
 	v1 "github.com/google/go-containerregistry/pkg/v1"
 	"github.com/google/go-containerregistry/pkg/v1/empty"
 	"github.com/google/go-containerregistry/pkg/v1/mutate"
+	"github.com/google/go-containerregistry/pkg/v1/static"
 	"github.com/google/go-containerregistry/pkg/v1/tarball"
+	"github.com/google/go-containerregistry/pkg/v1/types"
 	"golang.org/x/sys/unix"
 )
 
@@ -99,21 +101,40 @@ func Tar(t testing.TB, entries ...Entry) []byte {
 // compresses as opts say, by default with gzip.
 func Image(t testing.TB, layers [][]byte, opts ...tarball.LayerOption) v1.Image {
 	t.Helper()
-	img, err := mutate.ConfigFile(empty.Image, &v1.ConfigFile{
-		Architecture: "amd64", OS: "linux",
-		Config: v1.Config{Env: []string{"A=1"}, User: "app", WorkingDir: "/srv", Cmd: []string{"run"}, Labels: map[string]string{"l": "v"}},
-	})
-	if err != nil {
-		t.Fatal(err)
-	}
+	opts = append([]tarball.LayerOption{tarball.WithMediaType(types.OCILayer)}, opts...)
+	var all []v1.Layer
 	for _, content := range layers {
 		l, err := tarball.LayerFromOpener(func() (io.ReadCloser, error) { return io.NopCloser(bytes.NewReader(content)), nil }, opts...)
 		if err != nil {
 			t.Fatal(err)
 		}
-		if img, err = mutate.AppendLayers(img, l); err != nil {
-			t.Fatal(err)
-		}
+		all = append(all, l)
+	}
+	return image(t, all)
+}
+
+// Plain returns the image with its layers stored as they are.
+func Plain(t testing.TB, layers [][]byte) v1.Image {
+	t.Helper()
+	var all []v1.Layer
+	for _, content := range layers {
+		all = append(all, static.NewLayer(content, types.OCIUncompressedLayer))
+	}
+	return image(t, all)
+}
+
+func image(t testing.TB, layers []v1.Layer) v1.Image {
+	t.Helper()
+	img, err := mutate.ConfigFile(empty.Image, &v1.ConfigFile{
+		Architecture: "amd64", OS: "linux", RootFS: v1.RootFS{Type: "layers"},
+		Config: v1.Config{Env: []string{"A=1"}, User: "app", WorkingDir: "/srv", Cmd: []string{"run"}, Labels: map[string]string{"l": "v"}},
+	})
+	if err != nil {
+		t.Fatal(err)
+	}
+	img = mutate.MediaType(mutate.ConfigMediaType(img, types.OCIConfigJSON), types.OCIManifestSchema1)
+	if img, err = mutate.AppendLayers(img, layers...); err != nil {
+		t.Fatal(err)
 	}
 	return img
 }

@@ -115,15 +115,15 @@ func sameTag(have, want string) bool {
 	return err1 == nil && err2 == nil && h.Name() == w.Name()
 }
 
-var hexName = regexp.MustCompile(`^[0-9a-f]{64}(\.json)?$`)
+var hexName = regexp.MustCompile(`^(?:sha256:)?([0-9a-f]{64})(?:\.json)?$`)
 
 // namedDigest returns the digest that a member's name claims, or "".
 func namedDigest(member string) string {
-	base := path.Base(member)
-	if !hexName.MatchString(base) {
+	m := hexName.FindStringSubmatch(path.Base(member))
+	if m == nil {
 		return ""
 	}
-	return "sha256:" + strings.TrimSuffix(base, ".json")
+	return "sha256:" + m[1]
 }
 
 func (t *tarFiles) document(member string) ([]byte, error) {

@@ -9,6 +9,7 @@ import (
 	"strings"
 
 	v1 "github.com/google/go-containerregistry/pkg/v1"
+	"github.com/google/go-containerregistry/pkg/v1/types"
 
 	"github.com/kernflux/opendsec/internal/fault"
 )
@@ -18,6 +19,9 @@ const maxDepth = 8
 
 // fetch returns the bytes of a manifest or index, with its digest checked.
 type fetch func(context.Context, v1.Descriptor) ([]byte, error)
+
+// imageTypes are the artifact types that stand for a container image.
+var imageTypes = []string{"", string(types.OCIConfigJSON), string(types.DockerConfigJSON)}
 
 // chooser finds the manifest for one architecture.
 type chooser struct {
@@ -81,7 +85,7 @@ func (c *chooser) walk(ctx context.Context, raw []byte, depth int) (*chosen, err
 
 // child looks at one entry of an index; nil means that it does not fit.
 func (c *chooser) child(ctx context.Context, d v1.Descriptor, depth int) (*chosen, error) {
-	if d.Annotations["vnd.docker.reference.type"] != "" || d.ArtifactType != "" {
+	if d.Annotations["vnd.docker.reference.type"] != "" || !slices.Contains(imageTypes, d.ArtifactType) {
 		return nil, nil // an attestation or another artifact
 	}
 	if p := d.Platform; p != nil && (p.OS != "" || p.Architecture != "") {

@@ -283,7 +283,9 @@ func probe(ctx context.Context, reg name.Registry, rt http.RoundTripper, seconds
 		if err == nil {
 			return resp.Body.Close()
 		}
-		errs = append(errs, err)
+		if errs = append(errs, err); untrusted(err) {
+			break
+		}
 	}
 	if err := ctx.Err(); err != nil {
 		return err
@@ -293,11 +295,8 @@ func probe(ctx context.Context, reg name.Registry, rt http.RoundTripper, seconds
 
 func probeFault(host string, seconds int, late bool, errs []error) error {
 	err := errors.Join(errs...)
-	var unknown x509.UnknownAuthorityError
-	var invalid x509.CertificateInvalidError
-	var wrongHost x509.HostnameError
 	switch {
-	case errors.As(err, &unknown), errors.As(err, &invalid), errors.As(err, &wrongHost):
+	case untrusted(err):
 		return fault.Invalid("ca_pem", "the certificate of %s is not trusted; give its authority's: %w", host, errs[0])
 	case len(errs) == 1 && isPlainHTTP(errs[0]):
 		return fault.Invalid("insecure", "%s answers in plain HTTP only; set insecure to allow that", host)
@@ -309,6 +308,12 @@ func probeFault(host string, seconds int, late bool, errs []error) error {
 		return f
 	}
 	return fault.New(fault.Unavailable, "no answer from %s: %w", host, errs[len(errs)-1])
+}
+
+// untrusted reports an error about a server's certificate.
+func untrusted(err error) bool {
+	var verification *tls.CertificateVerificationError
+	return errors.As(err, &verification)
 }
 
 func isPlainHTTP(err error) bool {

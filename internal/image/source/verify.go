@@ -55,10 +55,13 @@ func (v *verifier) Read(p []byte) (int, error) {
 	case nil:
 	case io.EOF:
 		v.err = v.check()
-	case io.ErrUnexpectedEOF:
-		v.err = fault.Invalid("source", "%s %s is truncated after %d bytes: %w", v.what, v.digest, v.n, err)
 	default:
-		v.err = err
+		// A registry's client that checks by itself says less.
+		if v.err = err; v.n == v.size {
+			if bad := v.check(); bad != io.EOF {
+				v.err = bad
+			}
+		}
 	}
 	return n, v.err
 }
