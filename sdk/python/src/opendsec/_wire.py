@@ -308,6 +308,7 @@ def _info(err: ConnectError) -> sandbox_pb.ErrorInfo | None:
 
 def _lost(err: ConnectError, where: str) -> errors.ConnectionError:
     why = (str(err.__cause__) if err.__cause__ is not None else "") or err.message or "no reason given"
+    why = why.rpartition("client error (Connect): ")[2]  # the rest names the request again
     where = where or "the server"
     if distrusted(err):
         text = f"{where} is not trusted: {why}; OPENDSEC_CA must name the CA that the server was set up with"

@@ -95,7 +95,9 @@ class Connection:
             except ConnectError as err:
                 reraise_cancelled(err)
                 pause = next(pauses, None)
-                if pause is None or not may_repeat(err) or self.hopeless(err):
+                if not may_repeat(err):
+                    raise self.error(err) from None  # what the server said is all there is
+                if pause is None or self.hopeless(err):
                     raise self.error(err) from err
             await sleep(pause)
 
