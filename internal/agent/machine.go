@@ -49,6 +49,9 @@ func (m machine) setHostname(name string) {
 	if err != nil || old != name {
 		m.try("set the host name", syscall.Sethostname([]byte(name)))
 	}
+	if !exists("/etc") {
+		m.try("make /etc", os.Mkdir("/etc", 0o755))
+	}
 	m.try("write /etc/hostname", writeIfDifferent("/etc/hostname", name+"\n"))
 	hosts, err := os.ReadFile("/etc/hosts")
 	if err != nil && !errors.Is(err, fs.ErrNotExist) {

@@ -189,12 +189,18 @@ func (c *Client) Activity(ctx context.Context) (Activity, error) {
 }
 
 // fromWire turns the error of an RPC into one with a kind. A call that ended
-// with its context is the context's error.
+// with its context is the context's error; what the agent did not say itself
+// is the transport's failure.
 func fromWire(ctx context.Context, err error) error {
-	if ctx.Err() != nil {
+	switch {
+	case connect.IsWireError(err):
+		return fault.FromConnect(err)
+	case ctx.Err() != nil:
 		return fmt.Errorf("call the agent: %w", context.Cause(ctx))
+	case connect.CodeOf(err) == connect.CodeUnauthenticated: // a plain HTTP 401
+		return fault.New(fault.Unauthenticated, "the sandbox's agent refused the token")
 	}
-	return fault.FromConnect(err)
+	return fault.New(fault.Unavailable, "call the agent: %w", err)
 }
 
 // unreachable gives a transport's failure its kind.
