@@ -28,6 +28,8 @@ from ._values import Domain, End, FileInfo, FileType, Image, Metrics, Progress, 
 
 _ERROR_INFO = "opendsec.v1.ErrorInfo"
 
+_LONGEST = 1000  # characters of a message
+
 _STATES: dict[int, SandboxState] = {
     int(getattr(sandbox_pb.State, state.name)): state for state in SandboxState
 }
@@ -239,14 +241,14 @@ def error(err: ConnectError, where: str = "") -> errors.DSecError:
         return _lost(err, where)
     if err.code is Code.DEADLINE_EXCEEDED and err.__cause__ is not None:
         return errors.TimeoutError(f"no answer from {where or 'the server'} in time", retryable=True)
-    return _CODES.get(err.code, errors.DSecError)(err.message or err.code.value)
+    return _CODES.get(err.code, errors.DSecError)(_one_line(err.message or err.code.value))
 
 
 def error_from_info(info: sandbox_pb.ErrorInfo, message: str = "") -> errors.DSecError:
     """Turn the detail that each of the API's errors carries into an error."""
     kind = _KINDS.get(info.kind, errors.DSecError)
     out = kind(
-        message or info.message or info.kind,
+        _one_line(message or info.message or info.kind),
         request_id=info.request_id or None,
         domain=_DOMAINS.get(int(info.domain)),
         retryable=info.retryable,
@@ -260,6 +262,12 @@ def error_from_info(info: sandbox_pb.ErrorInfo, message: str = "") -> errors.DSe
     elif isinstance(out, errors.SandboxEndedError):
         out.end = end(info.end)
     return out
+
+
+def _one_line(text: str) -> str:
+    """Return a message without line ends, and without the middle of one that is very long."""
+    text = " ".join(text.split())
+    return text if len(text) <= _LONGEST else f"{text[: _LONGEST // 2]} … {text[-_LONGEST // 3 :]}"
 
 
 def http_error(status: int, body: bytes) -> ConnectError:
@@ -316,4 +324,4 @@ def _lost(err: ConnectError, where: str) -> errors.ConnectionError:
         text = f"cannot reach {where}: {why}; check OPENDSEC_ADDR and that the server runs"
     else:
         text = f"the connection to {where} broke: {why}"
-    return errors.ConnectionError(" ".join(text.split()), domain=Domain.INFRA, retryable=True)
+    return errors.ConnectionError(_one_line(text), domain=Domain.INFRA, retryable=True)
