@@ -82,10 +82,12 @@ func (b *box) statusLocked() status {
 		s.State = sandbox.Starting
 	case journal.Running:
 		s.State = sandbox.Running
-	case journal.Stopping:
-		s.State = sandbox.Stopping
 	case journal.Ended:
 		s.State, s.End = b.entry.End.State(), b.entry.End
+		return s
+	}
+	if b.entry.End != nil {
+		s.State = sandbox.Stopping
 	}
 	return s
 }

@@ -216,7 +216,8 @@ func (e *Edge) boot(ctx context.Context, b *box, cfg backend.Config) error {
 // adopt takes a machine into the box: how to reach it, and a watch over it.
 func (e *Edge) adopt(b *box, inst backend.Instance, token string) {
 	handle := inst.Handle()
-	agent := agentclient.New(func(ctx context.Context) (net.Conn, error) { return inst.Dial(ctx, backend.AgentPort) }, token)
+	dialled := &connections{inst: inst, open: map[net.Conn]bool{}}
+	agent := agentclient.New(dialled.dial, token)
 	b.mu.Lock()
 	b.inst, b.agent = inst, agent
 	b.entry.Handle, b.entry.AgentToken = &handle, token
@@ -231,6 +232,7 @@ func (e *Edge) adopt(b *box, inst backend.Instance, token string) {
 	}()
 	letGo := func() {
 		agent.Close()
+		dialled.close()
 		cancel()
 		<-watched
 	}
