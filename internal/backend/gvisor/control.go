@@ -2,6 +2,7 @@ package gvisor
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"net"
 	"os"
@@ -67,24 +68,17 @@ func (s *sentry) limit(c *urpc.Client, l sandbox.Limits) error {
 	if err := s.group.SetLimits(sandbox.Limits{CPU: l.CPU}); err != nil {
 		return err
 	}
-	files := []struct{ name, value string }{
-		{"pids.max", strconv.FormatInt(l.PIDs, 10)},
-	}
-	var args control.CgroupsWriteArgs
-	for _, f := range files {
-		args.Args = append(args.Args, control.CgroupsWriteArg{
-			File:  control.CgroupControlFile{Path: "/" + s.Name, Name: f.name},
-			Value: f.value,
-		})
-	}
+	args := control.CgroupsWriteArgs{Args: []control.CgroupsWriteArg{{
+		File:  control.CgroupControlFile{Path: "/" + s.Name, Name: "pids.max"},
+		Value: strconv.FormatInt(l.PIDs, 10),
+	}}}
 	var out control.CgroupsResults
-	if err := c.Call(boot.CgroupsWriteControlFiles, &args, &out); err != nil {
-		return fmt.Errorf("limit processes inside: %w", err)
-	}
+	err := c.Call(boot.CgroupsWriteControlFiles, &args, &out)
 	for i := range out.Results {
-		if err := out.Results[i].AsError(); err != nil {
-			return fmt.Errorf("limit processes inside: %s: %w", files[i].name, err)
-		}
+		err = errors.Join(err, out.Results[i].AsError())
+	}
+	if err != nil {
+		return fmt.Errorf("limit processes inside: %w", err)
 	}
 	return nil
 }

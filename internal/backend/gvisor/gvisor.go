@@ -96,7 +96,7 @@ func configure(o Options) (*config.Config, error) {
 		"--network=sandbox",
 		"--host-settings=ignore",
 		"--ignore-cgroups",
-		"--in-sandbox-cgroup=v2", // one mount, and a limit on processes that works
+		"--in-sandbox-cgroup=v2",
 		"--root=" + o.StateDir,
 	}
 	if o.DebugDir != "" {

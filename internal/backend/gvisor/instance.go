@@ -21,6 +21,7 @@ type instance struct {
 	id   sandbox.ID
 	slot backend.Slot
 	s    *sentry
+	open *conns
 
 	// ending is held while the machine is removed.
 	ending    sync.Mutex
@@ -38,7 +39,12 @@ type handleData struct {
 }
 
 func (b *Backend) newInstance(id sandbox.ID, slot backend.Slot, s *sentry) *instance {
-	return &instance{b: b, id: id, slot: slot, s: s}
+	i := &instance{b: b, id: id, slot: slot, s: s, open: newConns()}
+	go func() { // ends with the machine, or with this process
+		<-s.gone
+		i.open.end()
+	}()
+	return i
 }
 
 // Handle returns what finds the machine again.
@@ -73,9 +79,12 @@ func (b *Backend) Recover(ctx context.Context, h backend.Handle) (backend.Instan
 	return b.newInstance(d.ID, d.Slot, d.Sentry), nil
 }
 
-// Dial connects to a TCP port of the machine.
+// Dial connects to a TCP port of the machine. The connection breaks when the
+// machine ends.
 func (i *instance) Dial(ctx context.Context, port int) (net.Conn, error) {
-	return netslot.Dial(ctx, i.slot, port)
+	return i.open.dial(ctx, func(ctx context.Context) (net.Conn, error) {
+		return netslot.Dial(ctx, i.slot, port)
+	})
 }
 
 // Wait returns when the machine has ended.

@@ -101,7 +101,9 @@ func (b *Backend) exec(ctx context.Context, s *sentry, k key) error {
 		return fmt.Errorf("start %s: %w", b.opts.SentryPath, err)
 	}
 	fds.close() // so that the pipe ends when the sentry does
-	if err := s.hold(cmd.Process.Pid, pidfd); err != nil {
+	err = s.hold(cmd.Process.Pid, pidfd)
+	cmd.Process.Release() // its descriptor; we have our own
+	if err != nil {
 		return err
 	}
 	// It locks memory for moments, to have many pages at once.

@@ -72,13 +72,20 @@ func (k key) mountConfs() string {
 // agent, so that a sentry can be created before anybody knows it.
 func (k key) spec() *specs.Spec {
 	s := ocispec.Build(ocispec.Options{
-		Root:     "/", // the sentry has the image by its descriptor
-		CgroupNS: true,
-		Limits:   sandbox.Limits{MemoryMB: k.memoryMB},
+		Root:   "/", // the sentry has the image by its descriptor
+		Limits: sandbox.Limits{MemoryMB: k.memoryMB},
 	})
-	s.Mounts = append(s.Mounts, specs.Mount{
-		Destination: backend.AgentDir, Type: "erofs", Source: k.agent, Options: []string{"ro", "nodev"},
-	})
+	s.Mounts = append(s.Mounts,
+		// For the limit on processes, and programs that look for limits. Without
+		// a control group namespace: in one, this sentry dies of a write that
+		// comes from outside.
+		specs.Mount{Destination: "/sys/fs/cgroup", Type: "cgroup", Source: "cgroup", Options: []string{"ro", "nosuid", "noexec", "nodev"}},
+		// The sentry passes over a type that it does not know, and leaves /tmp as
+		// it is. Without this it would put a tmpfs on one that is empty, and what
+		// is written there would count as memory.
+		specs.Mount{Destination: "/tmp", Type: "image", Source: "image"},
+		specs.Mount{Destination: backend.AgentDir, Type: "erofs", Source: k.agent, Options: []string{"ro", "nodev"}},
+	)
 	// Names inside are names outside: the sentry needs a user namespace for its
 	// own capabilities only.
 	s.Linux.Namespaces = append(s.Linux.Namespaces, specs.LinuxNamespace{Type: specs.UserNamespace})
