@@ -194,7 +194,7 @@ func TestDisconnectLeavesTheProcessRunning(t *testing.T) {
 	mark := filepath.Join(t.TempDir(), "mark")
 	ctx, cancel := context.WithCancel(t.Context())
 	_, err := r.Run(ctx, agentclient.Command{
-		Tag: "left", Args: []string{"-c", "i=0; while [ ! -e " + mark + " ]; do echo $i; i=$((i+1)); done; echo done"},
+		Tag: "left", Args: []string{"-c", "while [ ! -e " + mark + " ]; do head -c 300000 /dev/zero; done; echo; echo done"},
 		OnStart: func(int) { cancel() },
 	})
 	if err == nil {

@@ -14,6 +14,7 @@ import (
 	"crypto/subtle"
 	"encoding/json"
 	"errors"
+	"io"
 	"log/slog"
 	"net"
 	"net/http"
@@ -171,8 +172,10 @@ func (s *Server) serveHTTP(w http.ResponseWriter, r *http.Request, id *identity)
 // the error would else wait for the caller; and the last two pieces of a
 // stream go out as one.
 func (s *Server) serveProcess(w http.ResponseWriter, r *http.Request) {
-	if r.URL.Path == processconnect.ProcessStreamInputProcedure {
-		_ = http.NewResponseController(w).EnableFullDuplex() // HTTP/2 needs and has no switch
+	if r.URL.Path == processconnect.ProcessStreamInputProcedure && r.ProtoMajor == 1 {
+		_ = http.NewResponseController(w).EnableFullDuplex() // the answer then only comes later
+		r = r.WithContext(r.Context())
+		r.Body = unclosed{r.Body}
 	}
 	f, ok := w.(http.Flusher)
 	if !ok {
@@ -182,6 +185,13 @@ func (s *Server) serveProcess(w http.ResponseWriter, r *http.Request) {
 	held := &holder{ResponseWriter: w, flusher: f}
 	s.process.ServeHTTP(held, r.WithContext(context.WithValue(r.Context(), holderKey{}, held)))
 }
+
+// unclosed is a body whose closing is left to the server, which does it after
+// the answer went out: it waits for what the caller has still to send.
+type unclosed struct{ io.Reader }
+
+// Close does nothing.
+func (unclosed) Close() error { return nil }
 
 // holder is a response whose flushes can be held back.
 type holder struct {

@@ -202,7 +202,7 @@ func (p *Process) writeError(ctx context.Context, err error) error {
 }
 
 // CloseStdin ends the process's standard input once pending writes are
-// through. It may be repeated.
+// through. It may be repeated, also after the process has ended.
 func (p *Process) CloseStdin(ctx context.Context) error {
 	if p.stdin == nil {
 		return ErrNoStdin
@@ -210,7 +210,7 @@ func (p *Process) CloseStdin(ctx context.Context) error {
 	select {
 	case p.stdinLock <- struct{}{}:
 	case <-p.done:
-		return ErrEnded
+		return nil
 	case <-ctx.Done():
 		return ctx.Err()
 	}
