@@ -7,6 +7,7 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
+	"sync"
 	"time"
 
 	"golang.org/x/sync/errgroup"
@@ -29,6 +30,9 @@ const (
 	// awaitEvery is how often a call looks whether an earlier one with the same
 	// idempotency key, which may run in another process, is done.
 	awaitEvery = 20 * time.Millisecond
+	// takeOverAfter is how old a sandbox that nobody here is making must be for
+	// a repeated call to go on with it: an ordinary start takes a fraction of it.
+	takeOverAfter = 2 * time.Second
 
 	maxCount   = 100
 	sideBySide = 32 // starts of one call
@@ -237,6 +241,10 @@ func (s *Server) startAll(ctx context.Context, o *order, results []made) error {
 // start has a recorded sandbox made by its node, or, when the node fails, by
 // another. On an error the record has an end.
 func (s *Server) start(ctx context.Context, sb *sandbox.Sandbox) (*sandbox.Sandbox, error) {
+	if !s.making.claim(sb.ID) {
+		return s.awaitStart(ctx, sb.ID)
+	}
+	defer s.making.release(sb.ID)
 	var failed []string
 	for {
 		m, err := s.startOn(ctx, sb)
@@ -400,7 +408,41 @@ func (s *Server) awaitAll(ctx context.Context, o *order, existing []*sandbox.San
 	return results, nil
 }
 
+// claims are the sandboxes that this process is making, each once.
+type claims struct {
+	mu  sync.Mutex // guards ids
+	ids map[sandbox.ID]bool
+}
+
+func (c *claims) claim(id sandbox.ID) bool {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	if c.ids[id] {
+		return false
+	}
+	if c.ids == nil {
+		c.ids = map[sandbox.ID]bool{}
+	}
+	c.ids[id] = true
+	return true
+}
+
+func (c *claims) release(id sandbox.ID) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	delete(c.ids, id)
+}
+
+func (c *claims) has(id sandbox.ID) bool {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	return c.ids[id]
+}
+
 // awaitStart returns a sandbox that another call is making, once it is made.
+// When that call is not one of this process and takes long, its server may have
+// died: then this call goes on in its place. Asking the node again is harmless,
+// it makes a sandbox once.
 func (s *Server) awaitStart(ctx context.Context, id sandbox.ID) (*sandbox.Sandbox, error) {
 	tick := time.NewTicker(awaitEvery)
 	defer tick.Stop()
@@ -414,6 +456,8 @@ func (s *Server) awaitStart(ctx context.Context, id sandbox.ID) (*sandbox.Sandbo
 			return nil, ended(id, *sb.End)
 		case sb.State != sandbox.Pending && sb.State != sandbox.Starting:
 			return sb, nil
+		case sb.State == sandbox.Pending && !s.making.has(id) && s.deps.Now().Sub(sb.CreatedAt) > takeOverAfter:
+			return s.start(ctx, sb)
 		}
 		select {
 		case <-tick.C:

@@ -284,6 +284,28 @@ func TestIdempotencyKeyMakesOne(t *testing.T) {
 	wantProblem(t, err, fault.InvalidArgument, "idempotency_key")
 }
 
+// A create whose server died is finished by the call that repeats it.
+func TestARepeatGoesOnWithWhatADeadServerBegan(t *testing.T) {
+	c := newCluster(t, 1)
+	dev := c.developer()
+	sb := dev.mustCreate(withKey("k"))
+	// As if the server had died between recording it and asking the node.
+	_, err := c.db.UpdateSandbox(t.Context(), sandbox.ID(sb.GetId()), func(r *sandbox.Sandbox) error {
+		r.State, r.StartedAt = sandbox.Pending, time.Time{}
+		return nil
+	})
+	if err != nil {
+		t.Fatal(err)
+	}
+	again := dev.mustCreate(withKey("k"))
+	if again.GetId() != sb.GetId() || again.GetState() != opendsecv1.State_STATE_RUNNING {
+		t.Errorf("got %s, %s; want %s, running", again.GetId(), again.GetState(), sb.GetId())
+	}
+	if n := len(c.edges[0].Live()); n != 1 {
+		t.Errorf("the edge has %d sandboxes; want 1", n)
+	}
+}
+
 // A call that failed may be repeated with its key.
 func TestIdempotencyKeyIsFreeAfterAFailure(t *testing.T) {
 	c := newCluster(t, 1)

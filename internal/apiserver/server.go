@@ -71,6 +71,7 @@ type Server struct {
 	routes *routes
 	nodes  *nodeTable
 	errors *connect.ErrorWriter
+	making claims
 }
 
 // New returns an API that works with deps.
