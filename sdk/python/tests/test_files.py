@@ -11,7 +11,7 @@ from fake import Server
 
 import opendsec
 from opendsec import DSecClient, FileType, Sandbox
-from opendsec._tar import Packer, Unpacker
+from opendsec._tar import Packer, unpack
 
 
 def test_whole_files(server: Server, use: Any) -> None:
@@ -82,6 +82,9 @@ def test_upload_and_download_a_file(use: Any, tmp_path: Path) -> None:
         here = tmp_path / "here"
         here.mkdir()
         told.clear()
+        with pytest.raises(ZeroDivisionError):
+            await sb.download("/in/big.bin", here, progress=lambda done, total: 1 // 0)
+        assert list(here.iterdir()) == []
         await sb.download("/in/big.bin", here, progress=lambda done, total: told.append((done, total)))
         assert (here / "big.bin").read_bytes() == source.read_bytes()
         assert told[-1] == (source.stat().st_size, source.stat().st_size)
@@ -161,10 +164,7 @@ def _entry(name: str, kind: bytes = tarfile.REGTYPE, link: str = "") -> tarfile.
 
 
 def _unpack(root: Path, data: bytes) -> None:
-    unpacker = Unpacker(root)
-    for at in range(0, len(data), 700):
-        unpacker.feed(data[at : at + 700])
-    unpacker.finish()
+    unpack(root, (data[at : at + 700] for at in range(0, len(data), 700)))
 
 
 @pytest.mark.parametrize(

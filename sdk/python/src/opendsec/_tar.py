@@ -7,16 +7,12 @@ says: nothing is written through a symbolic link, and links are made last.
 from __future__ import annotations
 
 import os
-import queue
 import stat
 import tarfile
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 PIECE = 1 << 20  # bytes read or handed on at once
-
-_WAITING = 4  # pieces that may wait for the disk
 
 
 class Packer:
@@ -98,120 +94,90 @@ def _header(head: tarfile.TarInfo) -> bytes:
     return head.tobuf(format=tarfile.PAX_FORMAT, encoding="utf-8", errors="surrogateescape")
 
 
-class Unpacker:
-    """A tar stream to be read into a directory, which is made.
+class _Source:
+    """Pieces of bytes as the file that tarfile reads from."""
 
-    Pieces are fed in; a thread of its own writes to the disk.
-    """
-
-    def __init__(self, root: Path) -> None:
-        self._root = root
-        self._queue: queue.Queue[bytes | None] = queue.Queue(_WAITING)
-        self._over = threading.Event()
-        self._error: BaseException | None = None
+    def __init__(self, pieces: Iterator[bytes]) -> None:
+        self._pieces = pieces
         self._left = b""
-        self._links: list[tuple[Path, str]] = []
-        self._thread = threading.Thread(target=self._run, name="opendsec-unpack", daemon=True)
-        self._thread.start()
-
-    def feed(self, piece: bytes | None) -> None:
-        """Hand over the next piece, or None for the end; waits while the disk is behind."""
-        while not self._over.is_set():
-            try:
-                self._queue.put(piece, timeout=0.05)
-            except queue.Full:
-                continue
-            return
-
-    def finish(self) -> None:
-        """Wait until all is written; raise what went wrong."""
-        self.feed(None)
-        self._thread.join()
-        if self._error is not None:
-            raise self._error
-
-    def abort(self) -> None:
-        """Stop; what was written stays."""
-        self.feed(None)
-        self._thread.join()
 
     def read(self, size: int) -> bytes:
-        """Return up to size bytes; what tarfile reads from."""
+        """Return up to size bytes; nothing at the end."""
         if not self._left:
-            self._left = self._queue.get() or b""
-            if not self._left:
-                self._queue.put(None)  # for the next read
+            self._left = next(self._pieces, b"")
         out, self._left = self._left[:size], self._left[size:]
         return out
 
-    def _run(self) -> None:
-        try:
-            self._unpack()
-        except BaseException as err:  # handed to the caller by finish
-            self._error = err
-        finally:
-            self._over.set()
 
-    def _unpack(self) -> None:
-        self._root.mkdir(parents=True, exist_ok=True)
-        directories: list[tuple[Path, tarfile.TarInfo]] = []
-        with tarfile.open(fileobj=self, mode="r|", bufsize=PIECE) as archive:  # type: ignore[call-overload]
-            for entry in archive:
-                path = self._place(entry.name)
-                if path is None:
-                    continue
-                if entry.isdir():
-                    path.mkdir(exist_ok=True)
-                    directories.append((path, entry))
-                elif entry.isreg():
-                    self._file(archive, entry, path)
-                elif entry.issym():
-                    self._links.append((path, entry.linkname))
-                elif entry.islnk():
-                    first = self._place(entry.linkname)
-                    if first is None or first == path:
-                        raise ValueError(f"{entry.name!r} is a hard link to nothing")
-                    path.unlink(missing_ok=True)
-                    os.link(first, path, follow_symlinks=False)
-        for path, target in self._links:
-            if path.is_dir() and not path.is_symlink():
-                raise ValueError(f"{str(path)!r} is a directory where the archive has a link")
-            path.unlink(missing_ok=True)
-            path.symlink_to(target)
-        for path, entry in reversed(directories):
-            path.chmod(entry.mode & 0o777)
-            os.utime(path, (entry.mtime, entry.mtime))
+def unpack(root: Path, pieces: Iterator[bytes]) -> None:
+    """Read a tar stream into a directory, which is made.
 
-    def _place(self, name: str) -> Path | None:
-        """Return where an entry goes; None for the root. No part of the way is a symbolic link."""
-        parts = [p for p in name.split("/") if p not in ("", ".")]
-        if ".." in parts or "\0" in name:
-            raise ValueError(f"the archive holds {name!r}, which leads out of {str(self._root)!r}")
-        path = self._root
-        for part in parts[:-1]:
-            path = path / part
-            if path.is_symlink():
-                raise ValueError(f"{str(path)!r} is a symbolic link; nothing is written through one")
-            path.mkdir(exist_ok=True)
-        if not parts:
-            return None
-        path = path / parts[-1]
-        if path.is_symlink():
-            path.unlink()
-        return path
-
-    def _file(self, archive: tarfile.TarFile, entry: tarfile.TarInfo, path: Path) -> None:
-        source = archive.extractfile(entry)
-        if source is None:
-            raise ValueError(f"{entry.name!r} has no content")
+    Raises:
+        ValueError: an entry leads out of the directory.
+        tarfile.TarError: the stream is damaged or not complete.
+    """
+    root.mkdir(parents=True, exist_ok=True)
+    links: list[tuple[Path, str]] = []
+    directories: list[tuple[Path, tarfile.TarInfo]] = []
+    with tarfile.open(fileobj=_Source(pieces), mode="r|", bufsize=PIECE) as archive:  # type: ignore[call-overload]
+        for entry in archive:
+            path = _place(root, entry.name)
+            if path is None:
+                continue
+            if entry.isdir():
+                path.mkdir(exist_ok=True)
+                directories.append((path, entry))
+            elif entry.isreg():
+                _write(archive, entry, path)
+            elif entry.issym():
+                links.append((path, entry.linkname))
+            elif entry.islnk():
+                first = _place(root, entry.linkname)
+                if first is None or first == path:
+                    raise ValueError(f"{entry.name!r} is a hard link to nothing")
+                path.unlink(missing_ok=True)
+                os.link(first, path, follow_symlinks=False)
+    for path, target in links:
+        if path.is_dir() and not path.is_symlink():
+            raise ValueError(f"{str(path)!r} is a directory where the archive has a link")
         path.unlink(missing_ok=True)
-        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0)
-        with open(os.open(path, flags, entry.mode & 0o777), "wb") as file:
-            left = entry.size
-            while left > 0:
-                piece = source.read(min(PIECE, left))
-                if not piece:
-                    raise tarfile.ReadError("unexpected end of data")
-                file.write(piece)
-                left -= len(piece)
+        path.symlink_to(target)
+    for path, entry in reversed(directories):
+        path.chmod(entry.mode & 0o777)
         os.utime(path, (entry.mtime, entry.mtime))
+
+
+def _place(root: Path, name: str) -> Path | None:
+    """Return where an entry goes; None for the root. No part of the way is a symbolic link."""
+    parts = [p for p in name.split("/") if p not in ("", ".")]
+    if ".." in parts or "\0" in name:
+        raise ValueError(f"the archive holds {name!r}, which leads out of {str(root)!r}")
+    if not parts:
+        return None
+    path = root
+    for part in parts[:-1]:
+        path = path / part
+        if path.is_symlink():
+            raise ValueError(f"{str(path)!r} is a symbolic link; nothing is written through one")
+        path.mkdir(exist_ok=True)
+    path = path / parts[-1]
+    if path.is_symlink():
+        path.unlink()
+    return path
+
+
+def _write(archive: tarfile.TarFile, entry: tarfile.TarInfo, path: Path) -> None:
+    source = archive.extractfile(entry)
+    if source is None:
+        raise ValueError(f"{entry.name!r} has no content")
+    path.unlink(missing_ok=True)
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0)
+    with open(os.open(path, flags, entry.mode & 0o777), "wb") as file:
+        left = entry.size
+        while left > 0:
+            piece = source.read(min(PIECE, left))
+            if not piece:
+                raise tarfile.ReadError("unexpected end of data")
+            file.write(piece)
+            left -= len(piece)
+    os.utime(path, (entry.mtime, entry.mtime))

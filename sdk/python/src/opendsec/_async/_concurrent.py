@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 from collections.abc import AsyncIterator, Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractAsyncContextManager, aclosing
 from typing import Any, TypeVar, cast
 
@@ -28,6 +29,33 @@ async def sleep(seconds: float) -> None:
 async def to_thread(function: Callable[..., T], *args: Any) -> T:
     """Do blocking work without holding up the event loop."""
     return await asyncio.to_thread(function, *args)
+
+
+async def in_thread(work: Callable[[], T], stop: Callable[[], None]) -> T:
+    """Do long blocking work in a thread of its own; ``stop`` tells it that its caller is gone."""
+    executor = ThreadPoolExecutor(1, "opendsec")
+    task = asyncio.get_running_loop().run_in_executor(executor, work)
+    executor.shutdown(wait=False)
+    try:
+        return await asyncio.shield(task)
+    except asyncio.CancelledError:
+        stop()
+        await asyncio.wait([task], timeout=_LAST_WORDS)
+        raise
+    finally:
+        task.add_done_callback(lambda t: t.cancelled() or t.exception())
+
+
+def from_thread(callback: Callable[..., Any] | None) -> Callable[..., None] | None:
+    """Make a user's callback one that a thread can call; its error is raised there."""
+    if callback is None:
+        return None
+    loop = asyncio.get_running_loop()
+
+    def tell(*args: Any) -> None:
+        asyncio.run_coroutine_threadsafe(call(callback, *args), loop).result()
+
+    return tell
 
 
 async def call(callback: Callable[..., Any], *args: Any) -> None:

@@ -17,6 +17,7 @@ from pyqwest import Response
 
 from .. import _wire
 from .._args import invalid
+from .._fetch import Fetch, Report
 from .._gen.agent.v1.agent_connect import AgentClient
 from .._gen.filesystem.filesystem_connect import FilesystemClient
 from .._gen.opendsec.v1 import sandbox_pb
@@ -152,6 +153,11 @@ class Agent:
             yield response
         finally:
             await opening.__aexit__(None, None, None)
+
+    def fetch(self, path: str, query: Mapping[str, str], user: str | None, report: Report | None) -> Fetch:
+        """Return a large answer to be read."""
+        url = f"{self._addr}{path}?{urlencode(query)}"
+        return Fetch(self.conn.bulk().client, url, self.headers(user), report)
 
     async def pieces(self, response: Response) -> AsyncIterator[bytes]:
         """Read an answer's body piece by piece; raise ConnectError when it breaks off."""

@@ -16,6 +16,7 @@ from pyqwest import Client, HTTPTransport, HTTPVersion
 
 from .. import _wire
 from .._args import invalid
+from .._fetch import Bulk
 from .._version import USER_AGENT
 from ..errors import ConnectionError, DSecError
 from ._concurrent import reraise_cancelled, sleep
@@ -59,12 +60,22 @@ class Connection:
             follow_redirects=False,
         )
         self.http = Client(self._transport)
+        self._certificates = pem
+        self._bulk: Bulk | None = None
         self._closed = False
 
     async def close(self) -> None:
         """Close what is open."""
         self._closed = True
+        if self._bulk is not None:
+            self._bulk.close()
         await self._transport.aclose()
+
+    def bulk(self) -> Bulk:
+        """Return the connections for large answers."""
+        if self._bulk is None:
+            self._bulk = Bulk(self.addr.startswith("https://"), self._certificates, self.timeout)
+        return self._bulk
 
     async def call(
         self,

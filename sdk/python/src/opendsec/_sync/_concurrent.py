@@ -30,6 +30,16 @@ def to_thread(function: Callable[..., T], *args: Any) -> T:
     return function(*args)
 
 
+def in_thread(work: Callable[[], T], stop: Callable[[], None]) -> T:
+    """Do long blocking work; here that is simply to do it."""
+    return work()
+
+
+def from_thread(callback: Callable[..., Any] | None) -> Callable[..., None] | None:
+    """Return a callback as one that may be called where the work is done."""
+    return callback
+
+
 def call(callback: Callable[..., Any], *args: Any) -> None:
     """Call a user's callback."""
     callback(*args)

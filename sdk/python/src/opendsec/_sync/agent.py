@@ -18,6 +18,7 @@ from pyqwest import SyncResponse
 
 from .. import _wire
 from .._args import invalid
+from .._fetch import Fetch, Report
 from .._gen.agent.v1.agent_connect import AgentClientSync
 from .._gen.filesystem.filesystem_connect import FilesystemClientSync
 from .._gen.opendsec.v1 import sandbox_pb
@@ -153,6 +154,11 @@ class Agent:
             yield response
         finally:
             opening.__exit__(None, None, None)
+
+    def fetch(self, path: str, query: Mapping[str, str], user: str | None, report: Report | None) -> Fetch:
+        """Return a large answer to be read."""
+        url = f"{self._addr}{path}?{urlencode(query)}"
+        return Fetch(self.conn.bulk().client, url, self.headers(user), report)
 
     def pieces(self, response: SyncResponse) -> Iterator[bytes]:
         """Read an answer's body piece by piece; raise ConnectError when it breaks off."""

@@ -17,6 +17,7 @@ from pyqwest import SyncClient, SyncHTTPTransport, HTTPVersion
 
 from .. import _wire
 from .._args import invalid
+from .._fetch import Bulk
 from .._version import USER_AGENT
 from ..errors import ConnectionError, DSecError
 from ._concurrent import reraise_cancelled, sleep
@@ -60,12 +61,22 @@ class Connection:
             follow_redirects=False,
         )
         self.http = SyncClient(self._transport)
+        self._certificates = pem
+        self._bulk: Bulk | None = None
         self._closed = False
 
     def close(self) -> None:
         """Close what is open."""
         self._closed = True
+        if self._bulk is not None:
+            self._bulk.close()
         self._transport.close()
+
+    def bulk(self) -> Bulk:
+        """Return the connections for large answers."""
+        if self._bulk is None:
+            self._bulk = Bulk(self.addr.startswith("https://"), self._certificates, self.timeout)
+        return self._bulk
 
     def call(
         self,

@@ -4,9 +4,7 @@
 from __future__ import annotations
 
 import os
-import secrets
 import stat as stat_bits
-import tarfile
 from collections.abc import Iterator, Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -16,10 +14,10 @@ from connectrpc.errors import ConnectError
 from .. import _wire
 from .._args import invalid
 from .._gen.filesystem import filesystem_pb
-from .._tar import PIECE, Packer, Unpacker
+from .._tar import PIECE, Packer
 from .._values import FileInfo, FileType
 from ..errors import AlreadyExistsError, DSecError, NotFoundError
-from ._concurrent import call, to_thread
+from ._concurrent import call, from_thread, in_thread, to_thread
 from .agent import Agent
 
 ProgressCallback = Callable[[int, "int | None"], Any]
@@ -251,58 +249,18 @@ class Files:
         is_dir = info.type is FileType.DIRECTORY
         if info.type is FileType.SYMLINK and info.link_target is not None:
             is_dir = (self.stat(info.link_target, user)).type is FileType.DIRECTORY
+        if not is_dir and target.is_dir():
+            target = target / info.name
+        fetch = self._agent.fetch(
+            "/archive" if is_dir else "/files", {"path": _path(path)}, user, from_thread(progress)
+        )
         try:
             if is_dir:
-                self._download_tree(path, target, progress, user)
+                in_thread(lambda: fetch.to_tree(target), fetch.stop)
             else:
-                if target.is_dir():
-                    target = target / info.name
-                self._download_file(path, target, info.mode, progress, user)
+                in_thread(lambda: fetch.to_file(target, info.mode), fetch.stop)
         except ConnectError as err:
             raise self._agent.failed(err) from err
-
-    def _download_file(
-        self, path: str, target: Path, mode: int, progress: ProgressCallback | None, user: str | None
-    ) -> None:
-        part = target.with_name(f".{target.name[:200]}.{secrets.token_hex(4)}.part")
-        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0)
-        try:
-            with open(os.open(part, flags, mode & 0o777), "wb") as file:
-                query = {"path": _path(path)}
-                headers = self._agent.headers(user)
-                with self._agent.stream("GET", "/files", query, headers=headers) as response:
-                    length = response.headers.get("content-length")
-                    total = None if length is None else int(length)
-                    done = 0
-                    for piece in _larger(self._agent.pieces(response)):
-                        to_thread(file.write, piece)
-                        done += len(piece)
-                        if progress is not None:
-                            call(progress, done, total)
-            os.replace(part, target)
-        except BaseException:
-            part.unlink(missing_ok=True)
-            raise
-
-    def _download_tree(
-        self, path: str, target: Path, progress: ProgressCallback | None, user: str | None
-    ) -> None:
-        headers = self._agent.headers(user)
-        with self._agent.stream("GET", "/archive", {"path": _path(path)}, headers=headers) as response:
-            unpacker = Unpacker(target)
-            done = 0
-            try:
-                for piece in _larger(self._agent.pieces(response)):
-                    to_thread(unpacker.feed, piece)
-                    done += len(piece)
-                    if progress is not None:
-                        call(progress, done, None)
-                to_thread(unpacker.finish)
-            except (tarfile.TarError, ValueError) as err:
-                raise DSecError(f"the archive of {path!r} that the sandbox sent is refused: {err}") from err
-            except BaseException:
-                unpacker.abort()
-                raise
 
 
 class _Reader:
@@ -336,20 +294,6 @@ def _told(
         yield piece
         if progress is not None:
             call(progress, *state())
-
-
-def _larger(pieces: Iterator[bytes]) -> Iterator[bytes]:
-    """Join small pieces, so that the disk is asked less often."""
-    waiting: list[bytes] = []
-    size = 0
-    for piece in pieces:
-        waiting.append(piece)
-        size += len(piece)
-        if size >= PIECE:
-            yield b"".join(waiting)
-            waiting, size = [], 0
-    if waiting:
-        yield b"".join(waiting)
 
 
 def _path(path: str, field: str = "path") -> str:
