@@ -127,6 +127,7 @@ func (a *agentService) Attach(ctx context.Context, req *connect.Request[agentv1.
 		chunk, ok, ended := sub.Next(&buf)
 		switch {
 		case ok:
+			gather(ctx)
 			err = stream.Send(attachOutput(chunk))
 		case ended:
 			end, _ := p.End()
@@ -135,6 +136,7 @@ func (a *agentService) Attach(ctx context.Context, req *connect.Request[agentv1.
 		case msg.GetNoFollow():
 			return nil
 		default:
+			send(ctx)
 			select {
 			case <-sub.Wake():
 			case <-ctx.Done():

@@ -108,6 +108,7 @@ func (f *follower) follow(ctx context.Context) error {
 		chunk, ok, ended := f.sub.Next(&buf)
 		switch {
 		case ok:
+			gather(ctx) // there may be more, or the end
 			if err := f.send(dataEvent(chunk)); err != nil {
 				return err
 			}
@@ -115,6 +116,7 @@ func (f *follower) follow(ctx context.Context) error {
 		case ended:
 			return f.end(ctx)
 		}
+		send(ctx)
 		if timer == nil {
 			timer = time.NewTimer(f.keepalive)
 			defer timer.Stop()
@@ -144,7 +146,7 @@ func (f *follower) end(ctx context.Context) error {
 	if end.TimedOut && f.start {
 		return connect.NewError(connect.CodeDeadlineExceeded, errors.New("the command's deadline passed; it was killed with its process group"))
 	}
-	lastPieces(ctx)
+	gather(ctx) // the end of the stream goes with it
 	return f.send(&process.ProcessEvent{Event: &process.ProcessEvent_End{End: endEvent(end)}})
 }
 

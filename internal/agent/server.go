@@ -141,7 +141,7 @@ func (s *Server) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 	case strings.HasPrefix(path, "/filesystem.Filesystem/"):
 		s.filesystem.ServeHTTP(w, r)
 	case strings.HasPrefix(path, "/agent.v1.Agent/"):
-		s.agent.ServeHTTP(w, r)
+		gathered(s.agent, w, r)
 	default:
 		s.serveHTTP(w, r, id)
 	}
@@ -167,23 +167,15 @@ func (s *Server) serveHTTP(w http.ResponseWriter, r *http.Request, id *identity)
 	}
 }
 
-// serveProcess answers process.Process. Two things Connect does not do: an
-// answer may come before a stream of input has ended, also on HTTP/1.1, where
-// the error would else wait for the caller; and the last two pieces of a
-// stream go out as one.
+// serveProcess answers process.Process. On HTTP/1.1 an answer to a stream of
+// input can come before that stream's end, as an error must.
 func (s *Server) serveProcess(w http.ResponseWriter, r *http.Request) {
 	if r.URL.Path == processconnect.ProcessStreamInputProcedure && r.ProtoMajor == 1 {
 		_ = http.NewResponseController(w).EnableFullDuplex() // the answer then only comes later
 		r = r.WithContext(r.Context())
 		r.Body = unclosed{r.Body}
 	}
-	f, ok := w.(http.Flusher)
-	if !ok {
-		s.process.ServeHTTP(w, r)
-		return
-	}
-	held := &holder{ResponseWriter: w, flusher: f}
-	s.process.ServeHTTP(held, r.WithContext(context.WithValue(r.Context(), holderKey{}, held)))
+	gathered(s.process, w, r)
 }
 
 // unclosed is a body whose closing is left to the server, which does it after
@@ -192,33 +184,6 @@ type unclosed struct{ io.Reader }
 
 // Close does nothing.
 func (unclosed) Close() error { return nil }
-
-// holder is a response whose flushes can be held back.
-type holder struct {
-	http.ResponseWriter
-	flusher http.Flusher
-	held    bool
-}
-
-type holderKey struct{}
-
-// Flush sends what was written, unless flushes are held back.
-func (h *holder) Flush() {
-	if !h.held {
-		h.flusher.Flush()
-	}
-}
-
-// Unwrap is for http.ResponseController.
-func (h *holder) Unwrap() http.ResponseWriter { return h.ResponseWriter }
-
-// lastPieces says that nothing but the end follows what is written next, so
-// that both need only one packet.
-func lastPieces(ctx context.Context) {
-	if h, ok := ctx.Value(holderKey{}).(*holder); ok {
-		h.held = true
-	}
-}
 
 // refuse answers a call of any kind with an error.
 func (s *Server) refuse(w http.ResponseWriter, r *http.Request, code connect.Code, status int, message string) {
