@@ -132,16 +132,18 @@ func unique(leaks []leak) []leak {
 // ownership is which sandboxes may have things on the node.
 type ownership struct {
 	holds map[sandbox.ID]bool // what is theirs is in order
-	knows map[sandbox.ID]bool // the same, and ended ones, which have an entry
+	ended map[sandbox.ID]bool // of these there is an entry and nothing else
+	knows map[sandbox.ID]bool // all that have an entry
 	slots map[string]bool
 }
 
 // ownership is taken anew for each look. A half-made sandbox of an earlier run
 // that has no handle owns nothing: what there is of it can only be found this way.
 func (e *Edge) ownership() *ownership {
-	o := &ownership{holds: map[sandbox.ID]bool{}, knows: map[sandbox.ID]bool{}, slots: map[string]bool{}}
+	o := &ownership{holds: map[sandbox.ID]bool{}, ended: map[sandbox.ID]bool{}, knows: map[sandbox.ID]bool{}, slots: map[string]bool{}}
 	for _, b := range e.all() {
 		o.knows[b.id] = true
+		o.ended[b.id] = b.status().End != nil
 		if b.owns() {
 			o.holds[b.id] = true
 		}
@@ -313,7 +315,7 @@ func (e *Edge) scanFiles(_ context.Context, o *ownership) ([]leak, error) {
 				kind: leakFile, name: filepath.Join(e.journal.Root(), name), detail: "belongs to no sandbox",
 				remove: func(context.Context) error { return e.removeStray(name) },
 			})
-		case !o.holds[id]:
+		case o.ended[id]:
 			dir := e.journal.MachineDir(id)
 			if _, err := os.Lstat(dir); err == nil {
 				leaks = append(leaks, leak{

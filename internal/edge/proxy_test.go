@@ -29,7 +29,7 @@ func replaceOnce(t *testing.T, s, from, to string) string {
 }
 
 func (n *node) start(ctx context.Context, id sandbox.ID, cmd string) (*connect.ServerStreamForClient[process.StartResponse], error) {
-	client := processconnect.NewProcessClient(n.http, n.url+"/sandboxes/"+string(id))
+	client := processClient(n.http, n.url, id)
 	req := connect.NewRequest(&process.StartRequest{Process: &process.ProcessConfig{Cmd: cmd}})
 	req.Header().Set("Authorization", "Bearer secret")
 	req.Header().Set("Cookie", "secret")
@@ -282,4 +282,8 @@ func TestEnvelopes(t *testing.T) {
 			}
 		}
 	}
+}
+
+func processClient(c *http.Client, url string, id sandbox.ID) processconnect.ProcessClient {
+	return processconnect.NewProcessClient(c, url+"/sandboxes/"+string(id))
 }
