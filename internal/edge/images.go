@@ -57,11 +57,37 @@ func (s service) BootstrapImage(ctx context.Context, req *connect.Request[edgev1
 	})
 }
 
-func (s service) DeleteImage(_ context.Context, req *connect.Request[edgev1.DeleteImageRequest]) (*connect.Response[edgev1.DeleteImageResponse], error) {
-	if err := s.e.deps.Images.Delete(req.Msg.GetDigest()); err != nil {
+func (s service) DeleteImage(ctx context.Context, req *connect.Request[edgev1.DeleteImageRequest]) (*connect.Response[edgev1.DeleteImageResponse], error) {
+	if err := s.e.deleteImage(ctx, req.Msg.GetDigest()); err != nil {
 		return nil, err
 	}
 	return connect.NewResponse(&edgev1.DeleteImageResponse{}), nil
+}
+
+// holder is a backend that holds machines of an image ready, which keep its
+// file on the disk.
+type holder interface{ Forget(erofs string) }
+
+// deleteImage removes an image, and what backends hold ready of it.
+func (e *Edge) deleteImage(ctx context.Context, digest string) error {
+	rootfs, _, err := e.deps.Images.Acquire(ctx, digest)
+	if fault.Is(err, fault.NotFound) {
+		return nil
+	}
+	if err != nil {
+		return err
+	}
+	e.deps.Images.Release(digest)
+	// Only once it is gone, so that nothing is made of it again.
+	if err := e.deps.Images.Delete(digest); err != nil {
+		return err
+	}
+	for _, b := range e.deps.Backends {
+		if h, ok := b.(holder); ok {
+			h.Forget(rootfs.EROFS)
+		}
+	}
+	return nil
 }
 
 // makeImage runs work, which ends with the caller or the edge, and sends its
