@@ -143,6 +143,7 @@ type record struct {
 	ID       sandbox.ID   `json:"id"`
 	Process  identity     `json:"process"`
 	StateDir string       `json:"state_dir"`
+	Loop     string       `json:"loop"` // the disk's device
 	Slot     backend.Slot `json:"slot"`
 }
 
@@ -169,6 +170,7 @@ func (b *Backend) create(ctx context.Context, r *ociRuntime, cfg backend.Config)
 	if err != nil {
 		return nil, err
 	}
+	made.Loop = d.loop
 	// The container has the disk by the end of this; without one the kernel
 	// frees it.
 	defer func() { err = errors.Join(err, d.release(), d.file.Close()) }()

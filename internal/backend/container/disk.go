@@ -10,6 +10,7 @@ import (
 	"path/filepath"
 	"strings"
 	"sync"
+	"syscall"
 
 	"golang.org/x/sys/unix"
 )
@@ -22,6 +23,7 @@ type disk struct {
 	path string
 	room int64    // MiB that may be written
 	file *os.File // the image, locked
+	loop string   // its device
 	// mount is the file system, mounted and in no mount namespace. When the last
 	// holder of the mount is gone the kernel unmounts it and frees the loop
 	// device, so nothing is left on the host even if we are killed.
@@ -95,7 +97,8 @@ func (t *templates) newDisk(ctx context.Context, mb int64, path string) (_ *disk
 		return nil, err
 	}
 	defer dev.Close()
-	d.mount, err = mountExt4(dev.Name())
+	d.loop = dev.Name()
+	d.mount, err = mountExt4(d.loop)
 	return d, err
 }
 
@@ -133,12 +136,26 @@ const (
 	inodeSize     = 256
 )
 
-// imageSize returns how large a file must be for mb MiB of room: its tables of
-// inodes and its maps come on top.
+// imageSize returns how large a file must be for mb MiB of room. On top come
+// the tables of inodes and the maps, and what the kernel keeps for itself, a
+// fiftieth up to 16 MiB. In a file of several groups of 128 MiB each, begun or
+// full, has whole tables, and a last one that is nearly empty is not used.
 func imageSize(mb int64) int64 {
+	const (
+		group    = 128 << 20
+		perGroup = group/bytesPerInode*inodeSize + 16<<10
+		few      = 256 << 10
+	)
 	room := mb << 20
-	tables := room * inodeSize / (bytesPerInode - inodeSize)
-	return (room + tables + room/4096 + 1<<20) &^ 4095
+	size := room
+	for range 3 { // each time the size counts for itself, less and less
+		tables := size*inodeSize/bytesPerInode + few
+		if groups := (size + group - 1) / group; groups > 1 {
+			tables = (groups+1)*perGroup + few
+		}
+		size = room + tables + min(size/50, 16<<20)
+	}
+	return (size + 4095) &^ 4095
 }
 
 func (t *templates) format(ctx context.Context, path string) error {
@@ -227,4 +244,45 @@ func mountLog(fs int) string {
 		return ""
 	}
 	return ": " + strings.TrimSpace(string(buf[:n]))
+}
+
+// manyDirty is how many bytes that are not on the host's disk yet are worth a
+// shutdown of the file system, which the kernel announces in its log.
+const manyDirty = 8 << 20
+
+// Numbers of the kernel's linux/ext4.h.
+const (
+	ext4Shutdown   = 0x8004587d // EXT4_IOC_SHUTDOWN
+	ext4NoLogFlush = 2          // EXT4_GOING_FLAGS_NOLOGFLUSH
+)
+
+// discardWrites has the kernel forget what was written to a disk and is not on
+// the host's yet, used bytes being written in all. It is for a disk that is to
+// be removed: the end of its last user would otherwise wait until all of that
+// is written, seconds for a gigabyte, to be deleted a moment later.
+func discardWrites(loop, path string, used int64) error {
+	image, err := os.Stat(path)
+	if err != nil {
+		return fmt.Errorf("look at the disk: %w", err)
+	}
+	if used-image.Sys().(*syscall.Stat_t).Blocks*512 < manyDirty {
+		return nil
+	}
+	if devices, err := loopDevices(); err != nil || devices[loop] != path {
+		return fmt.Errorf("the disk %s is not on %s any more: %w", path, loop, errors.Join(err, os.ErrNotExist))
+	}
+	mount, err := mountExt4(loop) // the same file system once more
+	if err != nil {
+		return err
+	}
+	defer unix.Close(mount)
+	top, err := unix.Openat(mount, ".", unix.O_RDONLY|unix.O_DIRECTORY|unix.O_CLOEXEC, 0)
+	if err != nil {
+		return fmt.Errorf("open the disk %s: %w", path, err)
+	}
+	defer unix.Close(top)
+	if err := unix.IoctlSetPointerInt(top, ext4Shutdown, ext4NoLogFlush); err != nil {
+		return fmt.Errorf("shut the disk %s down: %w", path, err)
+	}
+	return nil
 }

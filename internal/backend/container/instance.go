@@ -58,6 +58,10 @@ func (i *instance) Wait(ctx context.Context) (backend.Exit, error) {
 // watch waits for the container's end and finds out its cause.
 func (i *instance) watch() {
 	defer i.backend.watch.Done()
+	// A disk that the pool had not ready does it now, when nobody waits.
+	if err := bypassCache(i.record.Loop); err != nil {
+		i.backend.log.Warn("a sandbox's disk is in the host's memory twice", "sandbox", i.record.ID, "error", err)
+	}
 	if err := i.process.wait(); err != nil {
 		i.lost = fmt.Errorf("container %s is not watched any more: %w", i.record.ID, err)
 	} else {
@@ -135,6 +139,7 @@ func (i *instance) Destroy(ctx context.Context) error {
 		return nil
 	}
 	i.destroying.Store(true)
+	i.discardWrites()
 	if err := i.process.kill(); err != nil {
 		return fmt.Errorf("end container %s: %w", i.record.ID, err)
 	}
@@ -148,6 +153,17 @@ func (i *instance) Destroy(ctx context.Context) error {
 	}
 	i.removed = true
 	return nil
+}
+
+// discardWrites makes the container's end quick. One that fails makes it slow.
+func (i *instance) discardWrites() {
+	used, err := i.diskUsage()
+	if err != nil {
+		return // it has ended
+	}
+	if err := discardWrites(i.record.Loop, filepath.Join(i.record.StateDir, diskFile), used); err != nil {
+		i.backend.log.Warn("the removal of a sandbox's disk waits for its writes", "sandbox", i.record.ID, "error", err)
+	}
 }
 
 // remove removes what a container has on the host, in whatever condition it

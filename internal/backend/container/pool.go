@@ -126,6 +126,10 @@ func (p *diskPool) fill(ctx context.Context) error {
 		if err != nil {
 			return err
 		}
+		if err := bypassCache(d.loop); err != nil {
+			p.drop(d)
+			return err
+		}
 		p.mu.Lock()
 		p.ready = append(p.ready, d)
 		surplus := p.surplus()
