@@ -24,7 +24,6 @@ import (
 	"time"
 
 	"github.com/kernflux/opendsec/internal/agent"
-	"github.com/kernflux/opendsec/internal/backend"
 )
 
 // version is set when the program is built for a release.
@@ -32,7 +31,7 @@ var version = "dev"
 
 func main() {
 	started := time.Now()
-	listen := flag.String("listen", "0.0.0.0:"+strconv.Itoa(backend.AgentPort), "`address` to serve on: HOST:PORT, or unix:PATH")
+	listen := flag.String("listen", "0.0.0.0:"+strconv.Itoa(agent.Port), "`address` to serve on: HOST:PORT, or unix:PATH")
 	flag.Parse()
 	log := slog.New(slog.NewTextHandler(os.Stderr, &slog.HandlerOptions{Level: slog.LevelWarn}))
 	if err := run(log, *listen, started); err != nil {
@@ -47,9 +46,11 @@ func run(log *slog.Logger, listen string, started time.Time) error {
 		return err
 	}
 
-	// Every sandbox pays for this process, so it stays small: few threads, and
-	// a heap that is collected early.
-	runtime.GOMAXPROCS(min(runtime.NumCPU(), 4))
+	// Every sandbox pays for this process, so it stays small: a heap that is
+	// collected early, and few threads. One that runs Go code is also the
+	// fastest where a wake-up of another is dear, as in gVisor; a big machine
+	// gets a second, for transfers side by side.
+	runtime.GOMAXPROCS(1 + min(1, runtime.NumCPU()/8))
 	debug.SetGCPercent(50)
 	syscall.Umask(0o022)
 
@@ -72,6 +73,7 @@ func listenOn(address string) (net.Listener, error) {
 		network, address = "unix", path
 	}
 	lc := net.ListenConfig{KeepAliveConfig: net.KeepAliveConfig{Enable: true, Idle: 5 * time.Minute, Interval: time.Minute, Count: 3}}
+	lc.SetMultipathTCP(false)
 	l, err := lc.Listen(context.Background(), network, address)
 	if err != nil {
 		return nil, fmt.Errorf("listen on %s: %w", address, err)

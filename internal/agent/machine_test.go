@@ -12,7 +12,9 @@ import (
 	"testing"
 	"time"
 
+	"github.com/kernflux/opendsec/internal/agent"
 	"github.com/kernflux/opendsec/internal/agentclient"
+	"github.com/kernflux/opendsec/internal/backend"
 	"github.com/kernflux/opendsec/internal/fault"
 )
 
@@ -170,6 +172,12 @@ func TestIdentity(t *testing.T) {
 	}
 	if _, err := old.Activity(t.Context()); !fault.Is(err, fault.Unauthenticated) {
 		t.Errorf("with the old token: %v", err)
+	}
+}
+
+func TestPort(t *testing.T) {
+	if agent.Port != backend.AgentPort {
+		t.Errorf("the agent listens on %d, and is looked for on %d", agent.Port, backend.AgentPort)
 	}
 }
 

@@ -32,6 +32,10 @@ import (
 	"github.com/kernflux/opendsec/internal/agent/proc"
 )
 
+// Port is where the agent listens in a sandbox: backend.AgentPort, which is
+// not imported, because what comes with it would be loaded in every sandbox.
+const Port = 49983
+
 // Bounds of the server.
 const (
 	maxMessage = 16 << 20               // bytes of one RPC message
