@@ -125,7 +125,7 @@ def test_repeats(server: Server, use: Any) -> None:
         a = await client.run_sandbox(ARGS, idempotency_key="k")
         b = await client.run_sandbox(ARGS, idempotency_key="k")
         assert a.id == b.id != first.id
-        server.refuse = 2  # the call repeats itself, with one key of its own
+        server.refuse = 4  # the call repeats itself, with one key of its own
         assert (await client.run_sandbox(ARGS)).id not in (a.id, first.id)
         assert len(server.sandboxes) == 3
 

@@ -6,7 +6,7 @@ import time
 from typing import Any
 
 import pytest
-from fake import Server
+from fake import PROJECT, TOKEN, Server
 
 import opendsec
 from opendsec import DSecClient, Sandbox
@@ -171,15 +171,14 @@ def test_a_sandbox_that_ends_is_told(use: Any, server: Server) -> None:
     use(work)
 
 
-def test_no_server_is_a_connection_error(use: Any, server: Server) -> None:
-    async def work(client: DSecClient, sb: Sandbox) -> None:
-        server.refuse = 1000
-        with pytest.raises(opendsec.ConnectionError):
-            await client.get(sb.id)
-        with pytest.raises(opendsec.ConnectionError):
-            await sb.write_file("/x", "y")
+def test_no_server_is_a_connection_error(server: Server) -> None:
+    async def main() -> None:
+        async with DSecClient(server.addr, TOKEN, PROJECT, server.ca) as client:
+            server.refuse = 1000
+            with pytest.raises(opendsec.ConnectionError):
+                await client.get("sb-000000000000")
 
-    use(work)
+    asyncio.run(main())
 
 
 def test_background(use: Any) -> None:

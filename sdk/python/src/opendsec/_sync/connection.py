@@ -26,8 +26,10 @@ REQ = TypeVar("REQ", contravariant=True)
 RES = TypeVar("RES", covariant=True)
 T = TypeVar("T")
 
-# Seconds between the attempts of a call that may be repeated.
-_PAUSES = (0.1, 0.4, 1.2)
+# Seconds between the attempts to reach a server: one that was never reached is
+# probably not there, one that was is probably being restarted.
+_PAUSES_FIRST = (0.1, 0.4, 1.2)
+PAUSES = (0.0, 0.1, 0.3, 1.0, 2.0, 4.0, 4.0)
 
 
 class Unary(Protocol[REQ, RES]):
@@ -63,6 +65,7 @@ class Connection:
         self.http = SyncClient(self._transport)
         self._certificates = pem
         self._bulk: Bulk | None = None
+        self._reached = False
         self._closed = False
 
     def close(self) -> None:
@@ -100,13 +103,16 @@ class Connection:
         may_repeat = _wire.never_sent if once else _wire.unreachable
         if timeout_ms is None:
             timeout_ms = self.timeout_ms
-        pauses = iter(_PAUSES)
+        pauses = iter(PAUSES if self._reached else _PAUSES_FIRST)
         while True:
             try:
-                return method(request, headers=headers or self.headers, timeout_ms=timeout_ms or None)
+                answer = method(request, headers=headers or self.headers, timeout_ms=timeout_ms or None)
+                self._reached = True
+                return answer
             except ConnectError as err:
                 reraise_cancelled(err)
                 pause = next(pauses, None)
+                self._reached = self._reached or not _wire.unreachable(err)
                 if not may_repeat(err):
                     raise self.error(err) from None  # what the server said is all there is
                 if pause is None or self.hopeless(err):

@@ -27,11 +27,9 @@ from .._values import ShellBytesResult, ShellChunk, ShellLogs, ShellResult
 from ..errors import ConnectionError, DSecError, NotFoundError, SandboxEndedError, ShellError, TimeoutError
 from ._concurrent import Side, call, closing, last_words, next_within, reraise_cancelled, sleep
 from .agent import Agent
+from .connection import PAUSES
 
 R = TypeVar("R", ShellResult, ShellBytesResult)
-
-# Seconds between attempts to find a command again after its connection broke.
-_PAUSES = (0.0, 0.1, 0.3, 1.0, 2.0, 4.0, 4.0)
 
 # Seconds that the sandbox gets to say that a time ran out before the connection counts as dead.
 _GRACE = 10.0
@@ -77,7 +75,7 @@ class Follow:
         ran out ``ending`` is TIMED_OUT.
         """
         source = self._start(start) if start is not None else self._attach()
-        pauses = iter(_PAUSES)
+        pauses = iter(PAUSES)
         while True:
             try:
                 with closing(source) as pieces:
@@ -96,7 +94,7 @@ class Follow:
                     raise self._agent.failed(err) from err
                 broke = err
             if self._read:
-                pauses = iter(_PAUSES)
+                pauses = iter(PAUSES)
                 self._read = False
             pause = next(pauses, None)
             if pause is None or self._agent.conn.hopeless(broke):
