@@ -34,8 +34,8 @@ func TestBootstrapDebian(t *testing.T) {
 	}
 	defer s.Release(a.Digest)
 	for _, command := range []string{
-		"python --version", "python3 -c 'import ssl, venv, sqlite3'", "pip --version", "curl --version", "git --version", "free --version", "tree --version",
-		"test ! -s /etc/machine-id", "test -e /etc/machine-id", "test -s /etc/apt/sources.list.d/debian.sources", "test -z \"$(ls /var/lib/apt/lists /dev /tmp)\"",
+		"python --version", "python3 -c 'import ssl, venv, sqlite3'", "pip --version", "curl --version", "test -x /usr/bin/git", "free --version", "tree --version",
+		"test ! -s /etc/machine-id", "test -e /etc/machine-id", "test -s /etc/apt/sources.list.d/debian.sources", "test -z \"$(find /var/lib/apt/lists /dev /tmp -mindepth 1)\"",
 		"! ls /usr/lib/python3*/EXTERNALLY-MANAGED",
 		"! grep -ri proxy /etc/apt",
 	} {

@@ -159,6 +159,31 @@ func TestImportFiles(t *testing.T) {
 	}
 }
 
+// Equal layers give equal files, whatever they came in.
+func TestImportReproducible(t *testing.T) {
+	img := imagetest.Image(t, richLayers(t))
+	var sums []string
+	for _, src := range []string{"oci:" + writeLayout(t, imagetest.Plain(t, richLayers(t))), "docker-archive:" + dockerArchive(t, map[string]v1.Image{"a:b": img})} {
+		s := openStore(t, t.TempDir())
+		a, err := s.Import(t.Context(), ImportOptions{Source: src}, nil)
+		if err != nil {
+			t.Fatal(err)
+		}
+		dir, err := s.path(a.Digest)
+		if err != nil {
+			t.Fatal(err)
+		}
+		sum, err := fileDigest(filepath.Join(dir, rootfsName))
+		if err != nil {
+			t.Fatal(err)
+		}
+		sums = append(sums, sum)
+	}
+	if sums[0] != sums[1] {
+		t.Errorf("the files differ: %v", sums)
+	}
+}
+
 func TestImportCompressions(t *testing.T) {
 	for name, img := range map[string]v1.Image{
 		"gzip": imagetest.Image(t, richLayers(t)),

@@ -112,7 +112,9 @@ func (o Options) prepare(ctx context.Context, release release) ([]string, error)
 		// Root is the mode that works in containers and VMs alike.
 		"--mode=root", "--variant=minbase", "--format=directory", "--aptopt=" + aptConf,
 		// Its user cannot enter the store; signatures are checked all the same.
-		`--aptopt=APT::Sandbox::User "root"`, "--include=" + include,
+		`--aptopt=APT::Sandbox::User "root"`,
+		// Nothing of the tree needs to survive a power cut.
+		"--dpkgopt=force-unsafe-io", "--include=" + include,
 		"--customize-hook=sync-in " + shellQuote(certs) + " /usr/local/share/ca-certificates",
 		`--customize-hook=chroot "$1" update-ca-certificates`,
 		release.suite, o.Tree, sourcesFile,

@@ -18,6 +18,7 @@ import (
 var leftovers = []string{
 	"var/cache/apt/*", "var/cache/debconf/*-old", "var/cache/ldconfig/*", "var/lib/apt/lists/*", "var/lib/dpkg/*-old",
 	"var/log/*.log", "var/log/apt/*", "tmp/*", "tmp/.[!.]*", "var/tmp/*", "run/*", "dev/*", "etc/.pwd.lock",
+	"etc/dpkg/dpkg.cfg.d/99mmdebstrap",
 	"usr/lib/python3*/EXTERNALLY-MANAGED",
 }
 
