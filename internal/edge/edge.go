@@ -121,6 +121,11 @@ func (e *Edge) Run(ctx context.Context) error {
 	defer cancel(nil)
 	e.run = ctx
 	if err := e.open(ctx); err != nil {
+		cancel(err)
+		e.quiesce()
+		if errors.Is(err, context.Canceled) {
+			return nil // it was stopped before it was ready
+		}
 		return fmt.Errorf("start the edge on %s: %w", e.cfg.StateDir, err)
 	}
 	e.log.Info("ready", "node", e.cfg.Name, "sandboxes", e.count(), "backends", e.available())
@@ -139,12 +144,17 @@ func (e *Edge) Run(ctx context.Context) error {
 	g.Go(func() error { e.sweep(ctx); return nil })
 	g.Go(func() error { e.probes.refresh(ctx, e); return nil })
 	<-ctx.Done()
+	e.quiesce()
+	boxesDone()
+	return g.Wait()
+}
+
+// quiesce waits for the goroutines of the boxes, and lets no more begin.
+func (e *Edge) quiesce() {
 	e.mu.Lock()
 	e.closing = true
 	e.mu.Unlock()
 	e.work.Wait()
-	boxesDone()
-	return g.Wait()
 }
 
 // spawn runs f as a goroutine that Run waits for, and reports whether it did.

@@ -50,24 +50,25 @@ const settleTime = 500 * time.Millisecond
 // the sandboxes that the records place here and that live. What is found twice
 // is a leak; with repair it is removed.
 func (e *Edge) findLeaks(ctx context.Context, recorded []string, repair bool) ([]leak, error) {
-	first := append(e.scan(ctx), e.scanRecords(recorded)...)
-	if len(first) == 0 {
-		return nil, ctx.Err()
+	first, err := e.scanAll(ctx, recorded)
+	if err != nil || len(first) == 0 {
+		return nil, err
 	}
 	select {
 	case <-time.After(settleTime):
 	case <-ctx.Done():
 		return nil, ctx.Err()
 	}
+	second, err := e.scanAll(ctx, recorded)
+	if err != nil {
+		return nil, err
+	}
 	var leaks []leak
-	for _, l := range append(e.scan(ctx), e.scanRecords(recorded)...) {
+	for _, l := range second {
 		same := func(o leak) bool { return o.kind == l.kind && o.name == l.name }
 		if slices.ContainsFunc(first, same) {
 			leaks = append(leaks, l)
 		}
-	}
-	if err := ctx.Err(); err != nil {
-		return nil, err
 	}
 	if repair {
 		for i := range leaks {
@@ -89,10 +90,24 @@ func (e *Edge) repair(ctx context.Context, l leak) bool {
 	return true
 }
 
-// scan looks for all kinds of leaks but those of records. What cannot be
-// looked at is logged, and says nothing.
-func (e *Edge) scan(ctx context.Context) []leak {
+// scanAll looks for leaks of all kinds. Not to have looked is an error, and not
+// the same as to have found nothing.
+func (e *Edge) scanAll(ctx context.Context, recorded []string) ([]leak, error) {
+	leaks, err := e.scan(ctx)
+	if ctx.Err() != nil {
+		return nil, ctx.Err()
+	}
+	if err != nil {
+		return nil, fmt.Errorf("look for leaks: %w", err)
+	}
+	return append(leaks, e.scanRecords(recorded)...), nil
+}
+
+// scan looks for all kinds of leaks but those of records. With an error it
+// returns what it found in spite of it.
+func (e *Edge) scan(ctx context.Context) ([]leak, error) {
 	var leaks []leak
+	var errs []error
 	for _, look := range []struct {
 		what string
 		at   func(context.Context, *ownership) ([]leak, error)
@@ -106,12 +121,11 @@ func (e *Edge) scan(ctx context.Context) []leak {
 	} {
 		found, err := look.at(ctx, e.ownership())
 		if err != nil {
-			e.log.Error("cannot look for leaks", "among", look.what, "error", err)
-			continue
+			errs = append(errs, fmt.Errorf("%s: %w", look.what, err))
 		}
 		leaks = append(leaks, found...)
 	}
-	return unique(leaks)
+	return unique(leaks), errors.Join(errs...)
 }
 
 // unique leaves out what was found by two looks.

@@ -44,7 +44,12 @@ func (e *Edge) recover(ctx context.Context) error {
 	if err := ctx.Err(); err != nil {
 		return err
 	}
-	for _, l := range e.scan(ctx) {
+	left, err := e.scan(ctx)
+	if err != nil {
+		// What could not be looked at may hold leaks, and hinders nothing else.
+		e.log.Error("cannot look for everything that an earlier run left", "error", err)
+	}
+	for _, l := range left {
 		removed := e.repair(ctx, l)
 		e.log.Warn("found something that an earlier run left", "kind", l.kind, "name", l.name, "detail", l.detail, "removed", removed)
 	}
