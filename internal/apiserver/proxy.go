@@ -2,6 +2,7 @@ package apiserver
 
 import (
 	"context"
+	"io"
 	"log"
 	"log/slog"
 	"net/http"
@@ -74,14 +75,25 @@ type dataPlane struct {
 	proxy  *httputil.ReverseProxy
 }
 
-type routeKey struct{}
+type (
+	routeKey struct{}
+	bodyKey  struct{} // of the request's body
+)
 
 func newDataPlane(s *Server) *dataPlane {
 	return &dataPlane{server: s, proxy: &httputil.ReverseProxy{
 		Transport:     s.deps.Edge.Transport,
 		FlushInterval: -1,
 		BufferPool:    &buffers{},
-		ErrorLog:      quiet(s.log),
+		// Over HTTP/2 an answer above 299 ends the sending of the body at each
+		// hop; a proxy that still waits for the rest of it would wait for ever.
+		ModifyResponse: func(res *http.Response) error {
+			if res.StatusCode > 299 {
+				_ = res.Request.Context().Value(bodyKey{}).(io.Closer).Close() // it only unblocks a read
+			}
+			return nil
+		},
+		ErrorLog: quiet(s.log),
 		Rewrite: func(r *httputil.ProxyRequest) {
 			rt := r.In.Context().Value(routeKey{}).(route)
 			r.Out.URL.Scheme, r.Out.URL.Host = rt.node.Scheme, rt.node.Host
@@ -101,7 +113,8 @@ func (d *dataPlane) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 	// HTTP/1.1 would otherwise read the whole request before the answer begins.
 	// HTTP/2 always allows both at once and says that it cannot be asked to.
 	_ = http.NewResponseController(w).EnableFullDuplex()
-	d.proxy.ServeHTTP(w, r.WithContext(context.WithValue(r.Context(), routeKey{}, rt)))
+	ctx := context.WithValue(r.Context(), routeKey{}, rt)
+	d.proxy.ServeHTTP(w, r.WithContext(context.WithValue(ctx, bodyKey{}, r.Body)))
 }
 
 // admit finds the sandbox of a call and checks that the caller may use it.

@@ -3,6 +3,7 @@ package edge
 import (
 	"context"
 	"errors"
+	"io"
 	"log/slog"
 	"net/http"
 	"net/http/httputil"
@@ -57,6 +58,7 @@ type passage struct {
 	box   *box
 	path  string
 	agent http.RoundTripper
+	body  io.Closer // the request's
 }
 
 type passageKey struct{}
@@ -108,7 +110,7 @@ func (p *proxy) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 	defer cancel(nil)
 	// A machine that is gone sends no word of it over a connection that is open.
 	defer context.AfterFunc(b.life, func() { cancel(b.why()) })()
-	ctx = context.WithValue(ctx, passageKey{}, &passage{b, path, agent.Transport()})
+	ctx = context.WithValue(ctx, passageKey{}, &passage{b, path, agent.Transport(), r.Body})
 	// HTTP/1.1 reads no more of a request once an answer has begun, unless told to.
 	_ = http.NewResponseController(w).EnableFullDuplex() // HTTP/2 always does, and says "not supported"
 	p.reverse.ServeHTTP(w, r.WithContext(ctx))
@@ -146,9 +148,15 @@ func (toAgent) RoundTrip(r *http.Request) (*http.Response, error) {
 	return passageOf(r.Context()).agent.RoundTrip(r)
 }
 
-// modify makes a streaming call end with the reason if its sandbox dies.
+// modify makes a streaming call end with the reason if its sandbox dies, and
+// stops reading a request that was refused: over HTTP/2 an answer above 299
+// ends the sending of the body at each hop, and a proxy that still waits for
+// the rest of it would wait for ever.
 func (p *proxy) modify(res *http.Response) error {
 	ctx := res.Request.Context()
+	if res.StatusCode > 299 {
+		_ = passageOf(ctx).body.Close() // it only unblocks a read
+	}
 	if strings.HasPrefix(res.Header.Get("Content-Type"), "application/connect+") {
 		res.Body = &envelopes{from: res.Body, why: func(err error) *fault.Error { return p.explain(ctx, err) }}
 	}

@@ -11,7 +11,6 @@ import (
 
 	"github.com/vishvananda/netlink"
 	"golang.org/x/sys/unix"
-	"gvisor.dev/gvisor/pkg/control/client"
 	"gvisor.dev/gvisor/pkg/sentry/control"
 	"gvisor.dev/gvisor/pkg/urpc"
 	"gvisor.dev/gvisor/runsc/boot"
@@ -30,7 +29,7 @@ func (s *sentry) dial() (*urpc.Client, error) {
 		return nil, fmt.Errorf("reach the sentry: %w", err)
 	}
 	defer dir.Close()
-	c, err := client.ConnectTo(filepath.Join("/proc/self/fd", strconv.Itoa(int(dir.Fd())), controlSocket))
+	c, err := dialControl(filepath.Join("/proc/self/fd", strconv.Itoa(int(dir.Fd())), controlSocket))
 	if err != nil {
 		return nil, fmt.Errorf("reach the sentry at %s: %w", filepath.Join(s.Dir, controlSocket), err)
 	}

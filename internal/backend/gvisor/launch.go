@@ -14,7 +14,6 @@ import (
 	"syscall"
 
 	"golang.org/x/sys/unix"
-	"gvisor.dev/gvisor/pkg/control/server"
 
 	"github.com/kernflux/opendsec/internal/cgroup"
 )
@@ -136,7 +135,7 @@ func (b *Backend) openFiles(s *sentry, k key, fds *descriptors) error {
 	s.UpperFD = fds.add("gofer-filestore-fds", upper, err)
 	spec, err := k.specFile()
 	fds.add("spec-fd", spec, err)
-	control, err := server.CreateSocket(filepath.Join(s.Dir, controlSocket))
+	control, err := listenControl(filepath.Join(s.Dir, controlSocket))
 	if err == nil {
 		fds.add("controller-fd", os.NewFile(uintptr(control), controlSocket), nil)
 	} else {
