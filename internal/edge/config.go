@@ -37,6 +37,9 @@ type Config struct {
 	DiskReserveMB int64 `json:"disk_reserve_mb,omitempty"`
 	// MaxSandboxes bounds how many live at once. Default 1000.
 	MaxSandboxes int64 `json:"max_sandboxes,omitempty"`
+	// Mirrors says which hosts to ask before a registry, in their order, such
+	// as {"docker.io": ["mirror.example.com"]}.
+	Mirrors map[string][]string `json:"mirrors,omitempty"`
 	// CreateTimeout bounds one create. Default 60 s.
 	CreateTimeout daemon.Duration `json:"create_timeout,omitempty"`
 	// StopTimeout is how long a stop waits for the machine's removal before it

@@ -43,7 +43,7 @@ func (s service) ImportImage(ctx context.Context, req *connect.Request[edgev1.Im
 		return s.e.deps.Images.Import(ctx, image.ImportOptions{
 			Source: p.GetSource(), Architecture: p.GetArchitecture(),
 			Username: p.GetAuth().GetUsername(), Password: p.GetAuth().GetPassword(),
-			CA: p.GetCaPem(), PlainHTTP: p.GetInsecure(),
+			CA: p.GetCaPem(), PlainHTTP: p.GetInsecure(), Mirrors: s.e.cfg.Mirrors,
 		}, report)
 	})
 }

@@ -34,9 +34,6 @@ type Server struct {
 	ReadyMachines int `json:"ready_machines,omitempty"`
 	// ReadySlots is how many network slots are kept ready; 0 means 8.
 	ReadySlots int `json:"ready_slots,omitempty"`
-	// Mirrors says which hosts to ask instead of a registry, in their order,
-	// such as {"docker.io": ["mirror.example.com"]}.
-	Mirrors map[string][]string `json:"mirrors,omitempty"`
 	edge.Config
 }
 
