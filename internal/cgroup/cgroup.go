@@ -407,18 +407,20 @@ func List(parent string) []string {
 	return slices.Compact(names)
 }
 
-// RemoveParent deletes the parent of groups when none is left below it.
+// RemoveParent deletes the parent of groups when none is left below it, in all
+// hierarchies of the host: OCI runtimes make groups in those too that limit
+// nothing here.
 func RemoveParent(parent string) error {
-	h, err := mounted()
-	if err != nil {
-		return err
-	}
 	if err := checkNames(parent); err != nil {
 		return err
 	}
+	info, err := os.ReadFile("/proc/self/mountinfo")
+	if err != nil {
+		return fmt.Errorf("find control groups: %w", err)
+	}
 	var errs []error
-	for _, x := range h {
-		if err := unix.Rmdir(filepath.Join(x.mount, parent)); err != nil && err != unix.ENOENT {
+	for _, mount := range mounts(string(info)) {
+		if err := unix.Rmdir(filepath.Join(mount, parent)); err != nil && err != unix.ENOENT {
 			errs = append(errs, fmt.Errorf("remove control group %s: %w", parent, err))
 		}
 	}

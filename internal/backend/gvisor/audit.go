@@ -29,7 +29,7 @@ func (b *Backend) Audit(ctx context.Context, known []sandbox.ID) ([]backend.Left
 		}
 		found = append(found, backend.Leftover{Kind: kind, Name: name, ID: id, Detail: detail})
 	}
-	names, err := b.names()
+	files, err := b.files()
 	if err != nil {
 		return nil, fmt.Errorf("audit gVisor's files: %w", err)
 	}
@@ -47,8 +47,9 @@ func (b *Backend) Audit(ctx context.Context, known []sandbox.ID) ([]backend.Left
 			add(backend.LeftoverCgroup, name, name, "of sentry "+name)
 		}
 	}
-	for _, name := range names {
-		add(backend.LeftoverFile, name, filepath.Join(b.opts.StateDir, name), "of sentry "+name)
+	for _, file := range files {
+		name := strings.TrimSuffix(file, recordSuffix)
+		add(backend.LeftoverFile, name, filepath.Join(b.opts.StateDir, file), "of sentry "+name)
 	}
 	return found, nil
 }
@@ -112,7 +113,7 @@ func (b *Backend) Remove(_ context.Context, l backend.Leftover) error {
 		}
 		return group.Remove()
 	case backend.LeftoverFile:
-		if filepath.Dir(l.Name) != filepath.Clean(b.opts.StateDir) || !b.ours(filepath.Base(l.Name)) {
+		if filepath.Dir(l.Name) != filepath.Clean(b.opts.StateDir) || !b.ours(filepath.Base(l.Name)) && !strings.HasPrefix(filepath.Base(l.Name), probePrefix) {
 			break
 		}
 		return os.RemoveAll(l.Name)
@@ -152,14 +153,15 @@ func (b *Backend) sandboxOf(name string) (id sandbox.ID, known bool) {
 	if id, known = b.live[name]; known {
 		return id, true
 	}
-	if target, err := os.Readlink(filepath.Join(b.opts.StateDir, name)); err == nil {
+	if target, err := os.Readlink(b.record(name)); err == nil {
 		id = sandbox.ID(target)
 	}
 	return id, false
 }
 
-// names lists the sentries that have a directory or a record in StateDir.
-func (b *Backend) names() ([]string, error) {
+// files lists the sentries' directories and records in StateDir, and the
+// directories of probes.
+func (b *Backend) files() ([]string, error) {
 	entries, err := os.ReadDir(b.opts.StateDir)
 	if errors.Is(err, os.ErrNotExist) {
 		return nil, nil
@@ -167,13 +169,56 @@ func (b *Backend) names() ([]string, error) {
 	if err != nil {
 		return nil, err
 	}
-	var names []string
+	var files []string
 	for _, e := range entries {
-		if b.ours(e.Name()) {
-			names = append(names, e.Name())
+		if b.ours(e.Name()) || strings.HasPrefix(e.Name(), probePrefix) {
+			files = append(files, e.Name())
 		}
 	}
-	return names, nil
+	return files, nil
+}
+
+// sweep ends the sentries that a killed run held ready or had on their way.
+// They have a directory here and no record; nobody can want them any more.
+func (b *Backend) sweep() {
+	files, err := b.files()
+	if err != nil {
+		b.log.Error("cannot look for what an earlier run left", "error", err)
+		return
+	}
+	var left []*sentry
+	for _, name := range files {
+		if strings.HasPrefix(name, probePrefix) {
+			os.RemoveAll(filepath.Join(b.opts.StateDir, name)) // Audit tells if it stays
+			continue
+		}
+		if id, known := b.sandboxOf(name); id == "" && !known && !strings.HasSuffix(name, recordSuffix) {
+			left = append(left, &sentry{Name: name, Prefix: b.opts.Prefix, Dir: filepath.Join(b.opts.StateDir, name)})
+		}
+	}
+	if len(left) == 0 {
+		return
+	}
+	processes, err := sentries(context.Background())
+	if err != nil {
+		b.log.Error("cannot look for what an earlier run left", "error", err)
+		return
+	}
+	for _, s := range left {
+		var err error
+		for _, p := range processes {
+			if p.name == s.Name {
+				err = b.removeProcess(strconv.Itoa(p.pid))
+			}
+		}
+		// Its removal waits for the process's end.
+		if group, gerr := cgroup.Open(s.Prefix, s.Name); gerr == nil {
+			s.group = group
+		}
+		if err = errors.Join(err, b.discard(s)); err != nil {
+			b.log.Error("cannot end what an earlier run held ready", "sentry", s.Name, "error", err)
+		}
+	}
 }
 
 // ours reports whether a name is that of a sentry of this edge.

@@ -56,6 +56,8 @@ type Backend struct {
 	conf *config.Config
 	pool *pool
 
+	sweepOnce sync.Once
+
 	mu sync.Mutex
 	// live has the sentries that this run knows, from before they start to
 	// after their end, and the sandbox that each serves: "" when it is in the
@@ -68,8 +70,8 @@ var (
 	_ backend.Auditor = (*Backend)(nil)
 )
 
-// New returns a backend. It starts nothing; leftovers of an earlier run are
-// found by Audit.
+// New returns a backend. It starts nothing. With its first use it ends what a
+// killed run held ready; what else that run left is found by Audit.
 func New(o Options) (*Backend, error) {
 	if o.Prefix == "" || !filepath.IsAbs(o.StateDir) || !filepath.IsAbs(o.SentryPath) {
 		return nil, fmt.Errorf("gvisor backend: want a prefix and absolute paths, got prefix %q, state directory %q, sentry %q", o.Prefix, o.StateDir, o.SentryPath)
@@ -116,6 +118,7 @@ func (b *Backend) Create(ctx context.Context, cfg backend.Config) (_ backend.Ins
 	if err := check(cfg); err != nil {
 		return nil, err
 	}
+	b.sweepOnce.Do(b.sweep)
 	s := b.pool.take(keyOf(cfg), time.Now())
 	if s == nil {
 		if s, err = b.launch(ctx, keyOf(cfg)); err != nil {
@@ -150,17 +153,25 @@ func check(cfg backend.Config) error {
 // adopt makes a created sentry the machine of cfg.
 func (b *Backend) adopt(s *sentry, cfg backend.Config) error {
 	b.know(s.Name, cfg.ID)
+	// For a later run: which sandbox a process or control group is of.
+	if err := os.Symlink(string(cfg.ID), b.record(s.Name)); err != nil {
+		return fmt.Errorf("record the sentry's sandbox: %w", err)
+	}
 	dir := filepath.Join(cfg.StateDir, "sentry")
 	if err := os.Rename(s.Dir, dir); err != nil {
 		return fmt.Errorf("move the sentry's directory into the sandbox's: %w", err)
 	}
 	s.Dir = dir
-	// For Audit after a restart: which sandbox a process or control group is of.
-	if err := os.Symlink(string(cfg.ID), filepath.Join(b.opts.StateDir, s.Name)); err != nil {
-		return fmt.Errorf("record the sentry's sandbox: %w", err)
-	}
 	return nil
 }
+
+// record returns the path of the symbolic link whose target is the ID of the
+// sandbox that a sentry serves.
+func (b *Backend) record(name string) string {
+	return filepath.Join(b.opts.StateDir, name+recordSuffix)
+}
+
+const recordSuffix = ".id"
 
 // know notes that a sentry is of this run, and which sandbox it serves.
 func (b *Backend) know(name string, id sandbox.ID) {
@@ -172,8 +183,8 @@ func (b *Backend) know(name string, id sandbox.ID) {
 // discard ends a sentry and forgets it. It may be repeated.
 func (b *Backend) discard(s *sentry) error {
 	err := s.destroy()
-	if rerr := os.RemoveAll(filepath.Join(b.opts.StateDir, s.Name)); rerr != nil {
-		err = errors.Join(err, rerr)
+	if err == nil {
+		err = os.RemoveAll(b.record(s.Name)) // last: until then Audit needs it
 	}
 	if err != nil {
 		return fmt.Errorf("end sentry %s: %w", s.Name, err)

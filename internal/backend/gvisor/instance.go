@@ -68,6 +68,7 @@ func (b *Backend) Recover(ctx context.Context, h backend.Handle) (backend.Instan
 	if d.Sentry.Prefix != b.opts.Prefix {
 		return nil, fmt.Errorf("recover gVisor machine %s: it belongs to the edge %s, this one is %s", d.ID, d.Sentry.Prefix, b.opts.Prefix)
 	}
+	b.sweepOnce.Do(b.sweep)
 	err := d.Sentry.find()
 	if errors.Is(err, backend.ErrGone) {
 		return nil, errors.Join(err, b.discard(d.Sentry))

@@ -21,11 +21,15 @@ import (
 // Probe runs a machine whose process 1 is a program of two instructions, and
 // looks whether the program ended as it should.
 func (b *Backend) Probe(ctx context.Context) (backend.Features, error) {
+	b.sweepOnce.Do(b.sweep)
 	if err := b.probe(ctx); err != nil {
 		return backend.Features{}, fmt.Errorf("gVisor does not work here: %w", err)
 	}
 	return backend.Features{}, nil
 }
+
+// probePrefix begins the name of a probe's directory in StateDir.
+const probePrefix = "probe-"
 
 func (b *Backend) probe(ctx context.Context) (err error) {
 	if os.Geteuid() != 0 {
@@ -37,7 +41,7 @@ func (b *Backend) probe(ctx context.Context) (err error) {
 	if err := os.MkdirAll(b.opts.StateDir, 0o700); err != nil {
 		return err
 	}
-	dir, err := os.MkdirTemp(b.opts.StateDir, "probe-")
+	dir, err := os.MkdirTemp(b.opts.StateDir, probePrefix)
 	if err != nil {
 		return err
 	}
