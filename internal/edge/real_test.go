@@ -242,8 +242,10 @@ func (n *realNode) tearDown() {
 	if err != nil || len(slots) > 0 {
 		n.t.Errorf("network slots are left: %v, %v", slots, err)
 	}
-	if groups := cgroup.List(prefix); len(groups) > 0 {
-		n.t.Errorf("control groups are left: %v", groups)
+	for _, pattern := range []string{"/sys/fs/cgroup/" + prefix, "/sys/fs/cgroup/*/" + prefix} {
+		if groups, _ := filepath.Glob(pattern); len(groups) > 0 {
+			n.t.Errorf("control groups are left: %v", groups)
+		}
 	}
 	if left := processesOf(n.dir, prefix); len(left) > 0 {
 		n.t.Errorf("processes are left: %v", left)
