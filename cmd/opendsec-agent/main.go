@@ -1,5 +1,5 @@
-// The number of threads is set in run; asking the machine's cgroups for one
-// would cost calls at the start and again and again.
+// The number of threads is set in run; else the runtime would keep looking at
+// the machine's cgroups for it.
 //
 //go:debug containermaxprocs=0
 //go:debug updatemaxprocs=0

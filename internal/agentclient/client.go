@@ -49,13 +49,15 @@ type Client struct {
 	process processconnect.ProcessClient
 	http    *http.Client
 
-	mu    sync.Mutex
-	ready net.Conn // made by WaitReady, for the transport's next dial
+	mu     sync.Mutex // guards what follows
+	closed bool
+	ready  net.Conn          // made by WaitReady, for the transport's next dial
+	open   map[net.Conn]bool // in the transport's hands
 }
 
 // New returns a client that shows the token. It connects when first used.
 func New(dial func(ctx context.Context) (net.Conn, error), token string) *Client {
-	c := &Client{dial: dial}
+	c := &Client{dial: dial, open: map[net.Conn]bool{}}
 	c.token.Store(&token)
 	c.transport = &http.Transport{
 		DialContext:        func(ctx context.Context, _, _ string) (net.Conn, error) { return c.connect(ctx) },
@@ -76,10 +78,37 @@ func (c *Client) connect(ctx context.Context) (net.Conn, error) {
 	conn := c.ready
 	c.ready = nil
 	c.mu.Unlock()
-	if conn != nil {
-		return conn, nil
+	if conn == nil {
+		var err error
+		if conn, err = c.dial(ctx); err != nil {
+			return nil, err
+		}
 	}
-	return c.dial(ctx)
+	t := &tracked{Conn: conn, c: c}
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	if c.closed {
+		conn.Close()
+		return nil, errClosed
+	}
+	c.open[t] = true
+	return t, nil
+}
+
+var errClosed = errors.New("the client is closed")
+
+// tracked is a connection that the client knows of until it is closed.
+type tracked struct {
+	net.Conn
+	c *Client
+}
+
+// Close closes the connection.
+func (t *tracked) Close() error {
+	t.c.mu.Lock()
+	delete(t.c.open, t)
+	t.c.mu.Unlock()
+	return t.Conn.Close()
 }
 
 // Transport returns what sends any request to the agent with the token, for
@@ -102,14 +131,22 @@ func (t roundTripper) RoundTrip(r *http.Request) (*http.Response, error) {
 	return t.c.transport.RoundTrip(out)
 }
 
-// Close ends the connection. Calls that run fail.
+// Close breaks the client's connections. Calls that run fail, and so do later
+// ones. It may be repeated.
 func (c *Client) Close() {
 	c.mu.Lock()
-	conn := c.ready
-	c.ready = nil
+	c.closed = true
+	conns := []net.Conn{}
+	for conn := range c.open {
+		conns = append(conns, conn)
+	}
+	if c.ready != nil {
+		conns = append(conns, c.ready)
+		c.ready = nil
+	}
 	c.mu.Unlock()
-	if conn != nil {
-		conn.Close()
+	for _, conn := range conns {
+		conn.Close() // its reader fails, and with it the calls
 	}
 	c.transport.CloseIdleConnections()
 }

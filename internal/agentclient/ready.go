@@ -26,13 +26,7 @@ func (c *Client) WaitReady(ctx context.Context) error {
 		if err != nil {
 			return fmt.Errorf("wait for the sandbox's agent: %w", err)
 		}
-		c.mu.Lock()
-		old := c.ready
-		c.ready = conn
-		c.mu.Unlock()
-		if old != nil {
-			old.Close()
-		}
+		c.keep(conn)
 		if err = c.Health(ctx); err == nil {
 			return nil
 		}
@@ -41,6 +35,21 @@ func (c *Client) WaitReady(ctx context.Context) error {
 		case <-ctx.Done():
 			return fmt.Errorf("wait for the sandbox's agent: %w", err)
 		}
+	}
+}
+
+// keep has the transport use the connection next, in place of one that it was
+// to use.
+func (c *Client) keep(conn net.Conn) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	if c.ready != nil {
+		c.ready.Close()
+	}
+	c.ready = conn
+	if c.closed {
+		c.ready = nil
+		conn.Close()
 	}
 }
 
