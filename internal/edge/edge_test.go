@@ -3,7 +3,6 @@ package edge
 import (
 	"context"
 	"errors"
-	"fmt"
 	"math/rand/v2"
 	"os"
 	"path/filepath"
@@ -380,10 +379,10 @@ func TestOneEdgePerDirectory(t *testing.T) {
 
 func TestConfigNamesAllFaults(t *testing.T) {
 	err := Config{Name: "No", StateDir: "x", CPUOvercommit: -1}.Validate()
-	want := fmt.Sprint(`name: "No" must be 1 to 63 of [a-z0-9.-], such as node-1
+	want := `name: "No" must be 1 to 63 of [a-z0-9.-], such as node-1
 state_dir: "x" must be an absolute path of a directory of its own
 agent_path: "" must be the absolute path of the agent's binary
-cpu_overcommit: -1 must be 0.01 to 1000, or 0 for the default`)
+cpu_overcommit: -1 must be 0.01 to 1000, or 0 for the default`
 	if err == nil || err.Error() != want {
 		t.Errorf("got %v", err)
 	}

@@ -49,6 +49,18 @@ func PackAgent(ctx context.Context, agentBinary, dir string) (backend.Agent, err
 	return agent, nil
 }
 
+// PruneAgents removes what PackAgent has made in dir of other versions. Nothing
+// may have them mounted.
+func PruneAgents(dir string, keep backend.Agent) error {
+	made, err := filepath.Glob(filepath.Join(dir, "agent-*"))
+	for _, at := range made {
+		if at != filepath.Dir(keep.Dir) {
+			err = errors.Join(err, os.RemoveAll(at))
+		}
+	}
+	return err
+}
+
 func packInto(ctx context.Context, agentBinary, tmp string) error {
 	tree := filepath.Join(tmp, "dir")
 	if err := os.Mkdir(tree, 0o755); err != nil {

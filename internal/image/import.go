@@ -316,7 +316,6 @@ type progress struct {
 	report func(Progress)
 
 	mu     sync.Mutex
-	layers int
 	pull   Progress
 	unpack Progress
 	last   time.Time // of a report

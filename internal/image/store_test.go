@@ -248,6 +248,20 @@ func TestPackAgent(t *testing.T) {
 	for _, at := range []string{tree, a.Dir} {
 		equalTrees(t, at, want, imagetest.Tree(t, at))
 	}
+	if err := os.WriteFile(binary, []byte("#!another"), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	newer, err := PackAgent(t.Context(), binary, agents)
+	if err != nil || newer == a {
+		t.Fatalf("PackAgent of another binary = %v, %v", newer, err)
+	}
+	if err := PruneAgents(agents, newer); err != nil {
+		t.Fatal(err)
+	}
+	left, err := os.ReadDir(agents)
+	if err != nil || len(left) != 1 || left[0].Name() != filepath.Base(filepath.Dir(newer.Dir)) {
+		t.Errorf("after PruneAgents there is %v, %v", left, err)
+	}
 	if err := os.WriteFile(binary, []byte("#!newer"), 0o600); err != nil {
 		t.Fatal(err)
 	}

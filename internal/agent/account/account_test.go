@@ -101,7 +101,7 @@ func TestLoadSeesChanges(t *testing.T) {
 	if err != nil || u.UID != 5 {
 		t.Fatalf("Find after the file came = %v, %v", u, err)
 	}
-	if db.Load() != db.Load() {
+	if first, second := db.Load(), db.Load(); first != second {
 		t.Error("unchanged files were parsed again")
 	}
 }

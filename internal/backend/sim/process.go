@@ -102,7 +102,8 @@ func (t *table) start(config *process.ProcessConfig, tag *string) *command {
 	t.running++
 	// With the lock held, so that the timer is there before finish looks for it.
 	c.timer = time.AfterFunc(t.duration, func() {
-		t.mu.Lock() // waits for the start to be complete
+		//lint:ignore SA2001 it waits for the start to be complete
+		t.mu.Lock()
 		t.mu.Unlock()
 		c.finish(0)
 	})

@@ -26,7 +26,7 @@ func (a *Applier) put(ctx context.Context, d *dir, base string, hdr *tar.Header,
 		return err
 	}
 	switch hdr.Typeflag {
-	case tar.TypeReg, tar.TypeRegA, tar.TypeGNUSparse, tar.TypeCont: //nolint:staticcheck // old archives have TypeRegA
+	case tar.TypeReg, tar.TypeGNUSparse, tar.TypeCont:
 		return a.putFile(ctx, d, base, hdr, content)
 	case tar.TypeDir:
 		return a.putDir(d, base, hdr)

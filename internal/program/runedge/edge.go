@@ -61,6 +61,20 @@ func (c *Server) images(log *slog.Logger) (*image.Store, error) {
 	return image.Open(log, filepath.Join(c.StateDir, "images"))
 }
 
+// agent packs the agent. Those of other versions go once no sandbox is left that
+// may have them mounted.
+func (c *Server) agent(ctx context.Context) (backend.Agent, error) {
+	dir := filepath.Join(c.StateDir, "agent")
+	agent, err := image.PackAgent(ctx, c.AgentPath, dir)
+	if err != nil {
+		return agent, err
+	}
+	if left, _ := filepath.Glob(filepath.Join(c.StateDir, "sandboxes", "*")); len(left) == 0 {
+		err = image.PruneAgents(dir, agent)
+	}
+	return agent, err
+}
+
 // Run serves until the context ends. Sandboxes go on.
 func (c *Server) Run(ctx context.Context, log *slog.Logger) (err error) {
 	id, ln, err := program.Open(c.PKI, mtls.RoleEdge, c.Listen)
@@ -73,7 +87,7 @@ func (c *Server) Run(ctx context.Context, log *slog.Logger) (err error) {
 		return err
 	}
 	defer func() { err = errors.Join(err, images.Close(false)) }()
-	agent, err := image.PackAgent(ctx, c.AgentPath, filepath.Join(c.StateDir, "agent"))
+	agent, err := c.agent(ctx)
 	if err != nil {
 		return err
 	}
