@@ -106,7 +106,11 @@ def find_tree(state: Path) -> Path:
     """The image's file tree, as the kernel has it mounted."""
     for line in Path("/proc/self/mounts").read_text().splitlines():
         where = line.split()[1]
-        if where.startswith(str(state)) and line.split()[2] == "erofs" and (Path(where) / "usr/bin/env").exists():
+        if (
+            where.startswith(str(state))
+            and line.split()[2] == "erofs"
+            and (Path(where) / "usr/bin/env").exists()
+        ):
             return Path(where)
     raise SystemExit(f"no image is mounted below {state}")
 
@@ -219,7 +223,11 @@ def main() -> None:
     print()
     for name, rate in rates:
         print(f"{name:58} {rate:9.0f}  MB/s")
-    machine = {"processors": os.cpu_count(), "kernel": platform.release(), "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())}
+    machine = {
+        "processors": os.cpu_count(),
+        "kernel": platform.release(),
+        "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+    }
     figures = {
         "machine": machine,
         "series": [s.row() for s in series],

@@ -35,7 +35,10 @@ def kill_and_start() -> None:
     os.kill(pid, signal.SIGKILL)
     # A zombie of a parent that does not reap it is as dead as can be.
     signal.pidfd_send_signal(pidfd, 0)
-    while Path(f"/proc/{pid}/stat").exists() and Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z":
+    while (
+        Path(f"/proc/{pid}/stat").exists()
+        and Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    ):
         os.sched_yield()
     os.close(pidfd)
     start()
@@ -45,7 +48,9 @@ def start() -> None:
     opendsec = shutil.which("opendsec")
     assert opendsec, "opendsec is not in PATH"
     # Not a pipe: the servers inherit it and would hold it open.
-    done = subprocess.run([opendsec, "up", "--ops", str(ops()), "--detach"], stdin=subprocess.DEVNULL, timeout=120, check=False)
+    done = subprocess.run(
+        [opendsec, "up", "--ops", str(ops()), "--detach"], stdin=subprocess.DEVNULL, timeout=120, check=False
+    )
     assert done.returncode == 0
 
 
@@ -55,7 +60,9 @@ def leaks() -> str:
     for line in (ops() / "env").read_text().splitlines():
         name, _, value = line.removeprefix("export ").partition("=")
         env[name] = value
-    done = subprocess.run(["opendsecctl", "leaks"], env=env, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(
+        ["opendsecctl", "leaks"], env=env, capture_output=True, text=True, timeout=60, check=False
+    )
     return "" if done.returncode == 0 else done.stdout + done.stderr
 
 
@@ -73,7 +80,9 @@ def test_kill_9_loses_nothing(backend: str) -> None:
         async with DSecClient() as client:
             sb = await client.run_sandbox(args(backend))
             await sb.write_file("/var/tmp/kept", "kept\n")
-            shell = await sb.run_shell_background("i=0; while :; do echo $((i+=1)) >> /var/tmp/count; sleep 0.05; done")
+            shell = await sb.run_shell_background(
+                "i=0; while :; do echo $((i+=1)) >> /var/tmp/count; sleep 0.05; done"
+            )
             size = await wait_for_file(sb, "/var/tmp/count")
             return sb.id, shell.id, shell.pid, size
 
