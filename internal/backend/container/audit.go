@@ -129,7 +129,7 @@ func (b *Backend) auditLoops(expected func(sandbox.ID) bool) ([]backend.Leftover
 // does not live, made ahead, and trials of such a process.
 func (b *Backend) auditFiles(expected func(sandbox.ID) bool) ([]backend.Leftover, error) {
 	var all []backend.Leftover
-	stale, err := staleDisks(b.disks.templates.dir)
+	stale, err := staleDisks(b.disks.templates.dir, b.disks.holds)
 	if err != nil {
 		return nil, err
 	}
@@ -181,14 +181,17 @@ func (b *Backend) Remove(_ context.Context, l backend.Leftover) error {
 }
 
 // staleDisks returns the ready disks in dir of processes that do not live any
-// more, and what was being made of a template.
-func staleDisks(dir string) ([]string, error) {
+// more. Those in use here are not touched: to try their lock would disturb.
+func staleDisks(dir string, inUse func(path string) bool) ([]string, error) {
 	found, err := filepath.Glob(filepath.Join(dir, "ready-*.ext4"))
 	if err != nil {
 		return nil, err
 	}
 	var stale []string
 	for _, p := range found {
+		if inUse(p) {
+			continue
+		}
 		f, err := os.Open(p)
 		if errors.Is(err, fs.ErrNotExist) {
 			continue
@@ -206,7 +209,7 @@ func staleDisks(dir string) ([]string, error) {
 
 // sweep removes the ready disks of processes that do not live any more.
 func sweep(dir string) error {
-	stale, err := staleDisks(dir)
+	stale, err := staleDisks(dir, func(string) bool { return false })
 	for _, p := range stale {
 		err = errors.Join(err, os.Remove(p))
 	}

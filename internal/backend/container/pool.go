@@ -32,10 +32,11 @@ type diskPool struct {
 	mu    sync.Mutex // guards what is below
 	mb    int64      // the size that was wanted last
 	ready []*disk
+	own   map[string]bool // files of disks from before they are made until they are given away or removed
 }
 
 func newDiskPool(ctx context.Context, log *slog.Logger, t *templates, size int) *diskPool {
-	p := &diskPool{log: log, templates: t, size: size, taken: make(chan struct{}, 1), done: make(chan struct{})}
+	p := &diskPool{log: log, templates: t, size: size, taken: make(chan struct{}, 1), done: make(chan struct{}), own: map[string]bool{}}
 	go p.run(ctx)
 	return p
 }
@@ -43,8 +44,10 @@ func newDiskPool(ctx context.Context, log *slog.Logger, t *templates, size int) 
 // take moves a ready disk of mb MiB, or a new one, to path.
 func (p *diskPool) take(ctx context.Context, mb int64, path string) (*disk, error) {
 	if d := p.pick(mb); d != nil {
+		ready := d.path
 		err := d.place(path)
 		if err == nil {
+			p.setOwn(ready, false)
 			return d, nil
 		}
 		p.drop(d)
@@ -55,11 +58,22 @@ func (p *diskPool) take(ctx context.Context, mb int64, path string) (*disk, erro
 	return p.templates.newDisk(ctx, mb, path)
 }
 
-// holds reports whether the pool has the disk at path ready.
+// holds reports whether the file at path is a disk of the pool's, ready, being
+// made or being given away.
 func (p *diskPool) holds(path string) bool {
 	p.mu.Lock()
 	defer p.mu.Unlock()
-	return slices.ContainsFunc(p.ready, func(d *disk) bool { return d.path == path })
+	return p.own[path]
+}
+
+func (p *diskPool) setOwn(path string, own bool) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	if own {
+		p.own[path] = true
+	} else {
+		delete(p.own, path)
+	}
 }
 
 // pick returns a ready disk of mb MiB, if there is one, and wakes the filler.
@@ -122,8 +136,10 @@ func (p *diskPool) fill(ctx context.Context) error {
 			return nil
 		}
 		path := filepath.Join(p.templates.dir, fmt.Sprintf("ready-%d-%d.ext4", os.Getpid(), p.serial.Add(1)))
+		p.setOwn(path, true)
 		d, err := p.templates.newDisk(ctx, mb, path)
 		if err != nil {
+			p.setOwn(path, false)
 			return err
 		}
 		if err := bypassCache(d.loop); err != nil {
@@ -179,6 +195,7 @@ func (p *diskPool) drain() {
 }
 
 func (p *diskPool) drop(d *disk) {
+	defer p.setOwn(d.path, false)
 	if err := d.close(); err != nil {
 		p.log.Warn("cannot remove a ready disk", "disk", d.path, "error", err)
 	}
