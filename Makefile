@@ -8,7 +8,7 @@ BIN     := bin
 PROGRAMS := opendsec opendsec-apiserver opendsec-iam opendsec-watcher opendsec-edge opendsecctl opendsec-agent
 # gVisor compares this string between a sandbox and its restore; it names the module's version.
 GVISOR  := $(shell awk '$$1 == "gvisor.dev/gvisor" {print $$2}' go.mod)
-LDFLAGS := -s -w -X github.com/kernflux/opendsec/internal/daemon.Version=$(VERSION) -X gvisor.dev/gvisor/runsc/version.version=$(GVISOR)
+LDFLAGS := -s -w -X github.com/kernflux/opendsec/internal/daemon.Version=$(VERSION) -X main.version=$(VERSION) -X gvisor.dev/gvisor/runsc/version.version=$(GVISOR)
 # A dynamically linked sentry dies in its chroot, so nothing here uses cgo.
 export CGO_ENABLED := 0
 

@@ -61,6 +61,11 @@ func run(log *slog.Logger, listen string, started time.Time) error {
 		}
 	}
 	ctx, stop := signal.NotifyContext(context.Background(), syscall.SIGTERM, syscall.SIGINT)
+	if machine { // no process inside ends the machine by a polite signal
+		stop()
+		signal.Ignore(syscall.SIGTERM, syscall.SIGINT, syscall.SIGQUIT, syscall.SIGHUP)
+		ctx, stop = context.WithCancel(context.Background())
+	}
 	defer stop()
 	return agent.New(agent.Config{Log: log, Version: version, Machine: machine}, started).Run(ctx, l)
 }

@@ -27,14 +27,21 @@ func (s *Server) start(c caller, req proc.Request, stdin bool, timeout time.Dura
 		return nil, nil, err
 	}
 	env := environment(c.User, s.identity.Load().env, req.Env)
-	program, err := findProgram(req.Cmd, env["PATH"], dir)
-	if err != nil {
+	spec := proc.Spec{
+		Request: req, Dir: dir, User: s.own.credential(c.User), Stdin: stdin, Timeout: timeout,
+	}
+	if program, words, ok := direct(req.Cmd, req.Args, env, dir); ok {
+		asShell := maps.Clone(env) // with what a shell sets for the program that it becomes
+		asShell["PWD"], asShell["SHLVL"], asShell["_"] = dir, "0", program
+		spec.Path, spec.Args, spec.Env = program, words, list(asShell)
+		if p, sub, err := s.table.Start(spec); err == nil {
+			return p, sub, nil
+		} // why not is the shell's to say
+	}
+	if spec.Path, err = findProgram(req.Cmd, env["PATH"], dir); err != nil {
 		return nil, nil, err
 	}
-	spec := proc.Spec{
-		Request: req, Path: program, Args: append([]string{program}, req.Args...), Env: list(env), Dir: dir,
-		User: s.own.credential(c.User), Stdin: stdin, Timeout: timeout,
-	}
+	spec.Args, spec.Env = append([]string{spec.Path}, req.Args...), list(env)
 	if req.Cmd != "" {
 		spec.Args[0] = req.Cmd
 	}

@@ -112,6 +112,7 @@ type Handle struct {
 // Exit says how a machine ended.
 type Exit struct {
 	OutOfMemory bool   // the kernel ended it for its memory limit
+	Inside      bool   // code inside killed process 1, where a backend lets it
 	Detail      string // a sentence for a person, "" when there is nothing to say
 }
 

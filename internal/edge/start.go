@@ -257,12 +257,15 @@ func (e *Edge) watchMachine(ctx context.Context, b *box, inst backend.Instance) 
 	}
 }
 
-// exitEnd says what the end of a machine that nobody asked for means. Nothing
-// inside can end its process 1, so that it went is ours to answer for.
+// exitEnd says what the end of a machine that nobody asked for means. Unless
+// the backend knows that it came from inside it is ours to answer for.
 func exitEnd(exit backend.Exit, now time.Time) sandbox.End {
 	end := sandbox.End{Reason: sandbox.ReasonExited, Domain: sandbox.Infra, Time: now, Detail: "its machine ended by itself"}
 	if exit.OutOfMemory {
 		end.Reason, end.Domain, end.Detail = sandbox.ReasonMemory, sandbox.Quota, "it went over its memory limit"
+	}
+	if exit.Inside {
+		end.Domain = sandbox.User
 	}
 	if exit.Detail != "" {
 		end.Detail += ": " + exit.Detail

@@ -112,6 +112,9 @@ func (s *sentry) exit() backend.Exit {
 		return backend.Exit{Detail: "the sandbox's machine ended"}
 	case s.status.Signaled():
 		return backend.Exit{Detail: fmt.Sprintf("the sandbox's machine was killed by signal %d (%s)", s.status.Signal(), unix.SignalName(s.status.Signal()))}
+	case s.status.ExitStatus() > 128: // by a signal, and nothing outside can send one in there
+		n := unix.Signal(s.status.ExitStatus() - 128)
+		return backend.Exit{Inside: true, Detail: fmt.Sprintf("a process inside sent signal %d (%s) to process 1", n, unix.SignalName(n))}
 	default:
 		return backend.Exit{Detail: fmt.Sprintf("process 1 of the sandbox, the agent, ended with status %d", s.status.ExitStatus())}
 	}
