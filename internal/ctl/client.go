@@ -4,11 +4,12 @@ import (
 	"context"
 	"crypto/tls"
 	"crypto/x509"
+	"errors"
 	"fmt"
 	"net/http"
 	"net/url"
 	"os"
-	"time"
+	"strings"
 
 	"connectrpc.com/connect"
 	"github.com/spf13/cobra"
@@ -16,6 +17,7 @@ import (
 	"github.com/kernflux/opendsec/api/gen/agent/v1/agentv1connect"
 	"github.com/kernflux/opendsec/api/gen/opendsec/v1/opendsecv1connect"
 	"github.com/kernflux/opendsec/api/gen/process/processconnect"
+	"github.com/kernflux/opendsec/internal/daemon"
 	"github.com/kernflux/opendsec/internal/fault"
 )
 
@@ -36,13 +38,18 @@ func (a *App) connect() (*api, error) {
 	if a.api != nil {
 		return a.api, nil
 	}
-	addr, token := a.Env("OPENDSEC_ADDR"), a.Env("OPENDSEC_TOKEN")
-	if addr == "" || token == "" {
-		return nil, usage(fmt.Errorf("OPENDSEC_ADDR and OPENDSEC_TOKEN are not set; read the env file that quickstart wrote: . /root/opendsec-ops/env"))
+	addr, token := strings.TrimSuffix(a.Env("OPENDSEC_ADDR"), "/"), a.Env("OPENDSEC_TOKEN")
+	for _, v := range [][2]string{{"OPENDSEC_ADDR", addr}, {"OPENDSEC_TOKEN", token}} {
+		if v[1] == "" {
+			return nil, usage(fmt.Errorf("%s is not set; read the env file that quickstart wrote: . /root/opendsec-ops/env", v[0]))
+		}
 	}
 	u, err := url.Parse(addr)
-	if err != nil || u.Scheme != "https" || u.Host == "" {
+	if err != nil || u.Scheme != "https" || u.Hostname() == "" || u.User != nil || u.Path != "" || u.RawQuery != "" {
 		return nil, usage(fmt.Errorf("OPENDSEC_ADDR %q: want https://host:port", addr))
+	}
+	if strings.ContainsFunc(token, func(r rune) bool { return r <= ' ' || r > '~' }) {
+		return nil, usage(errors.New("OPENDSEC_TOKEN has a space or another character that no token has; copy it anew"))
 	}
 	conf := &tls.Config{MinVersion: tls.VersionTLS12}
 	if file := a.Env("OPENDSEC_CA"); file != "" {
@@ -55,7 +62,7 @@ func (a *App) connect() (*api, error) {
 			return nil, usage(fmt.Errorf("OPENDSEC_CA %s holds no certificate in PEM form", file))
 		}
 	}
-	c := &http.Client{Transport: &http.Transport{TLSClientConfig: conf, ForceAttemptHTTP2: true, TLSHandshakeTimeout: 10 * time.Second}}
+	c := daemon.Client(conf)
 	opts := []connect.ClientOption{connect.WithInterceptors(bearer(token))}
 	a.api = &api{
 		addr: addr, http: c, token: token,
@@ -86,6 +93,11 @@ func (p *api) process(id string) processconnect.ProcessClient {
 // agent returns the client of a sandbox's agent.
 func (p *api) agent(id string) agentv1connect.AgentClient {
 	return agentv1connect.NewAgentClient(p.http, p.addr+"/sandboxes/"+url.PathEscape(id), connect.WithInterceptors(bearer(p.token)))
+}
+
+// projectFlag registers the flag that names a command's project.
+func projectFlag(c *cobra.Command, project *string) {
+	c.Flags().StringVarP(project, "project", "p", "", "project; OPENDSEC_PROJECT unless given")
 }
 
 // project returns the project that a command works in.

@@ -26,6 +26,9 @@ func (a *App) statusCommand() *cobra.Command {
 			if a.output == "json" {
 				return a.printJSON(res.Msg)
 			}
+			if len(res.Msg.GetNodes()) == 0 && !a.quiet {
+				fmt.Fprintln(a.Stdout, "no node has reported yet")
+			}
 			for i, n := range res.Msg.GetNodes() {
 				if i > 0 && !a.quiet {
 					fmt.Fprintln(a.Stdout)
@@ -49,7 +52,11 @@ func (a *App) printNode(n *opendsecv1.Node) {
 	if n.GetDrained() {
 		health += ", drained"
 	}
-	fmt.Fprintf(a.Stdout, "node %s   %s   version %s, seen %s ago\n", n.GetName(), health, n.GetVersion(), age(n.GetLastSeen()))
+	fmt.Fprintf(a.Stdout, "node %s   %s", n.GetName(), health)
+	if n.GetLastSeen() != nil { // a node that never reported has no version either
+		fmt.Fprintf(a.Stdout, "   version %s, seen %s ago", n.GetVersion(), age(n.GetLastSeen()))
+	}
+	fmt.Fprintln(a.Stdout)
 	var names []string
 	for _, b := range n.GetBackends() {
 		if b.GetAvailable() {
@@ -147,32 +154,54 @@ func (a *App) drainCommand(name, short string, drain bool) *cobra.Command {
 	return &cobra.Command{
 		Use: name + " NODE", Short: short, Args: cobra.ExactArgs(1),
 		RunE: a.with(func(c *cobra.Command, api *api, args []string) error {
-			_, err := api.cluster.SetNodeDrain(c.Context(), connect.NewRequest(&opendsecv1.SetNodeDrainRequest{Node: args[0], Drain: drain}))
-			return err
+			res, err := api.cluster.SetNodeDrain(c.Context(), connect.NewRequest(&opendsecv1.SetNodeDrainRequest{Node: args[0], Drain: drain}))
+			if err != nil {
+				return err
+			}
+			return a.done(res.Msg, args[0])
 		}),
 	}
 }
 
 func (a *App) versionCommand() *cobra.Command {
 	return &cobra.Command{
-		Use: "version", Short: "Print the versions of this command and of the server", Args: cobra.NoArgs,
+		Use: "version", Short: "Print the versions of this command and of the server, if OPENDSEC_ADDR names one", Args: cobra.NoArgs,
 		RunE: func(c *cobra.Command, _ []string) error {
-			fmt.Fprintf(a.Stdout, "opendsecctl %s\n", daemon.Version)
-			if a.Env("OPENDSEC_ADDR") == "" {
-				return nil
+			var v struct {
+				Opendsecctl string `json:"opendsecctl"`
+				Server      string `json:"server,omitempty"`
 			}
-			api, err := a.connect()
-			if err != nil {
+			v.Opendsecctl = daemon.Version
+			var err error
+			if a.Env("OPENDSEC_ADDR") != "" {
+				v.Server, err = a.serverVersion(c.Context())
+			}
+			switch {
+			case a.output == "json":
+				return errors.Join(a.writeJSON(v), err)
+			case a.quiet:
+				fmt.Fprintln(a.Stdout, v.Opendsecctl)
 				return err
 			}
-			res, err := api.cluster.GetVersion(c.Context(), connect.NewRequest(&opendsecv1.GetVersionRequest{}))
-			if err != nil {
-				return err
+			fmt.Fprintf(a.Stdout, "opendsecctl %s\n", v.Opendsecctl)
+			if v.Server != "" {
+				fmt.Fprintf(a.Stdout, "server      %s\n", v.Server)
 			}
-			fmt.Fprintf(a.Stdout, "server      %s\n", res.Msg.GetVersion())
-			return nil
+			return err
 		},
 	}
+}
+
+func (a *App) serverVersion(ctx context.Context) (string, error) {
+	api, err := a.connect()
+	if err != nil {
+		return "", err
+	}
+	res, err := api.cluster.GetVersion(ctx, connect.NewRequest(&opendsecv1.GetVersionRequest{}))
+	if err != nil {
+		return "", err
+	}
+	return res.Msg.GetVersion(), nil
 }
 
 // check is one line of doctor.
@@ -231,25 +260,32 @@ var checks = []check{
 	}},
 }
 
+// checked is what doctor found out about one step.
+type checked struct {
+	Name   string `json:"name"`
+	OK     bool   `json:"ok"`
+	Detail string `json:"detail,omitempty"`
+}
+
 func (a *App) doctorCommand() *cobra.Command {
 	return &cobra.Command{
-		Use: "doctor", Short: "Check the way from here to the nodes, step by step", Args: cobra.NoArgs,
+		Use: "doctor", Short: "Check the way from here to the nodes, step by step; exits 1 when one fails", Args: cobra.NoArgs,
 		RunE: a.with(func(c *cobra.Command, api *api, _ []string) error {
+			var all []checked
 			failed := false
 			for _, k := range checks {
 				detail, err := k.run(c.Context(), api)
-				mark := "[ok]"
 				if err != nil {
-					mark, detail, failed = "[no]", describe(fault.FromConnect(err)), true
+					_, detail = a.verdict(err)
 				}
-				line := mark + " " + k.name
-				if detail != "" {
-					line += ": " + detail
-				}
-				fmt.Fprintln(a.Stdout, line)
+				all = append(all, checked{k.name, err == nil, detail})
+				failed = failed || err != nil
 				if fault.Is(err, fault.Unavailable) || errors.Is(err, context.Canceled) {
-					break
+					break // the rest would say the same
 				}
+			}
+			if err := a.printChecks(all); err != nil {
+				return err
 			}
 			if failed {
 				return errFound
@@ -257,4 +293,24 @@ func (a *App) doctorCommand() *cobra.Command {
 			return nil
 		}),
 	}
+}
+
+// printChecks prints what doctor found; with -q, what failed only.
+func (a *App) printChecks(all []checked) error {
+	if a.output == "json" {
+		return a.writeJSON(map[string][]checked{"checks": all})
+	}
+	for _, k := range all {
+		line := "[ok] " + k.Name
+		if !k.OK {
+			line = "[no] " + k.Name
+		}
+		if k.Detail != "" {
+			line += ": " + k.Detail
+		}
+		if !k.OK || !a.quiet {
+			fmt.Fprintln(a.Stdout, line)
+		}
+	}
+	return nil
 }

@@ -113,8 +113,11 @@ func (a *App) projectCommand() *cobra.Command {
 		&cobra.Command{
 			Use: "delete PATH", Short: "Delete an empty project", Args: cobra.ExactArgs(1),
 			RunE: a.with(func(c *cobra.Command, api *api, args []string) error {
-				_, err := api.identity.DeleteProject(c.Context(), connect.NewRequest(&opendsecv1.DeleteProjectRequest{Path: args[0]}))
-				return err
+				res, err := api.identity.DeleteProject(c.Context(), connect.NewRequest(&opendsecv1.DeleteProjectRequest{Path: args[0]}))
+				if err != nil {
+					return err
+				}
+				return a.done(res.Msg, args[0])
 			}),
 		})
 	return project
@@ -146,7 +149,7 @@ func (a *App) callerCommand() *cobra.Command {
 	var grants []string
 	create := &cobra.Command{
 		Use: "create NAME", Short: "Make a caller", Args: cobra.ExactArgs(1),
-		RunE: func(c *cobra.Command, args []string) error {
+		RunE: a.with(func(c *cobra.Command, api *api, args []string) error {
 			req := &opendsecv1.CreateCallerRequest{Name: args[0]}
 			for _, s := range grants {
 				g, err := parseGrant(s)
@@ -155,16 +158,12 @@ func (a *App) callerCommand() *cobra.Command {
 				}
 				req.Grants = append(req.Grants, g)
 			}
-			api, err := a.connect()
-			if err != nil {
-				return err
-			}
 			res, err := api.identity.CreateCaller(c.Context(), connect.NewRequest(req))
 			if err != nil {
 				return err
 			}
 			return a.printCaller(res.Msg.GetCaller())
-		},
+		}),
 	}
 	create.Flags().StringArrayVar(&grants, "grant", nil, "a role on a project, as ROLE@PROJECT; roles are viewer, developer, admin (repeatable)")
 	caller.AddCommand(create,
@@ -185,8 +184,11 @@ func (a *App) callerCommand() *cobra.Command {
 		&cobra.Command{
 			Use: "delete NAME", Short: "Delete a caller with its tokens", Args: cobra.ExactArgs(1),
 			RunE: a.with(func(c *cobra.Command, api *api, args []string) error {
-				_, err := api.identity.DeleteCaller(c.Context(), connect.NewRequest(&opendsecv1.DeleteCallerRequest{Name: args[0]}))
-				return err
+				res, err := api.identity.DeleteCaller(c.Context(), connect.NewRequest(&opendsecv1.DeleteCallerRequest{Name: args[0]}))
+				if err != nil {
+					return err
+				}
+				return a.done(res.Msg, args[0])
 			}),
 		},
 		a.grantCommand())
@@ -197,7 +199,7 @@ func (a *App) grantCommand() *cobra.Command {
 	var revoke bool
 	grant := &cobra.Command{
 		Use: "grant NAME PROJECT [ROLE]", Short: "Give a caller a role on a project and all below it", Args: cobra.RangeArgs(2, 3),
-		RunE: func(c *cobra.Command, args []string) error {
+		RunE: a.with(func(c *cobra.Command, api *api, args []string) error {
 			if revoke == (len(args) == 3) {
 				return usage(fmt.Errorf("give either a role or --revoke"))
 			}
@@ -205,16 +207,12 @@ func (a *App) grantCommand() *cobra.Command {
 			if len(args) == 3 {
 				req.Role = args[2]
 			}
-			api, err := a.connect()
-			if err != nil {
-				return err
-			}
 			res, err := api.identity.Grant(c.Context(), connect.NewRequest(req))
 			if err != nil {
 				return err
 			}
 			return a.printCaller(res.Msg.GetCaller())
-		},
+		}),
 	}
 	grant.Flags().BoolVar(&revoke, "revoke", false, "take the caller's role on the project away")
 	return grant
@@ -226,14 +224,10 @@ func (a *App) tokenCommand() *cobra.Command {
 	var expires time.Duration
 	create := &cobra.Command{
 		Use: "create CALLER", Short: "Make a token and print it; it is shown this once", Args: cobra.ExactArgs(1),
-		RunE: func(c *cobra.Command, args []string) error {
+		RunE: a.with(func(c *cobra.Command, api *api, args []string) error {
 			req := &opendsecv1.CreateTokenRequest{Caller: args[0], Description: description}
 			if c.Flags().Changed("expires") {
 				req.ExpiresAt = timestamppb.New(time.Now().Add(expires))
-			}
-			api, err := a.connect()
-			if err != nil {
-				return err
 			}
 			res, err := api.identity.CreateToken(c.Context(), connect.NewRequest(req))
 			if err != nil {
@@ -244,21 +238,17 @@ func (a *App) tokenCommand() *cobra.Command {
 			}
 			_, err = fmt.Fprintln(a.Stdout, res.Msg.GetSecret())
 			return err
-		},
+		}),
 	}
 	create.Flags().StringVar(&description, "description", "", "what it is for")
 	create.Flags().DurationVar(&expires, "expires", 0, "when it ends, from now, such as 720h; never unless given")
 	token.AddCommand(create,
 		&cobra.Command{
 			Use: "list [CALLER]", Short: "List tokens, one's own unless a caller is named", Args: cobra.MaximumNArgs(1),
-			RunE: func(c *cobra.Command, args []string) error {
+			RunE: a.with(func(c *cobra.Command, api *api, args []string) error {
 				req := &opendsecv1.ListTokensRequest{}
 				if len(args) == 1 {
 					req.Caller = args[0]
-				}
-				api, err := a.connect()
-				if err != nil {
-					return err
 				}
 				res, err := api.identity.ListTokens(c.Context(), connect.NewRequest(req))
 				if err != nil {
@@ -269,13 +259,16 @@ func (a *App) tokenCommand() *cobra.Command {
 					rows = append(rows, []string{t.GetId(), t.GetCaller(), t.GetDescription(), stamp(t.GetCreatedAt()), stamp(t.GetExpiresAt())})
 				}
 				return a.print(list{res.Msg, []string{"ID", "CALLER", "DESCRIPTION", "CREATED", "EXPIRES"}, rows})
-			},
+			}),
 		},
 		&cobra.Command{
 			Use: "revoke ID", Short: "End a token", Args: cobra.ExactArgs(1),
 			RunE: a.with(func(c *cobra.Command, api *api, args []string) error {
-				_, err := api.identity.RevokeToken(c.Context(), connect.NewRequest(&opendsecv1.RevokeTokenRequest{Id: args[0]}))
-				return err
+				res, err := api.identity.RevokeToken(c.Context(), connect.NewRequest(&opendsecv1.RevokeTokenRequest{Id: args[0]}))
+				if err != nil {
+					return err
+				}
+				return a.done(res.Msg, args[0])
 			}),
 		})
 	return token

@@ -1,6 +1,7 @@
 package ctl
 
 import (
+	"errors"
 	"fmt"
 	"io"
 	"os"
@@ -41,8 +42,11 @@ func (a *App) imageCommand() *cobra.Command {
 		&cobra.Command{
 			Use: "delete NAME", Short: "Take an image's name away; its content goes with its last name", Args: cobra.ExactArgs(1),
 			RunE: a.with(func(c *cobra.Command, api *api, args []string) error {
-				_, err := api.images.DeleteImage(c.Context(), connect.NewRequest(&opendsecv1.DeleteImageRequest{Name: args[0]}))
-				return err
+				res, err := api.images.DeleteImage(c.Context(), connect.NewRequest(&opendsecv1.DeleteImageRequest{Name: args[0]}))
+				if err != nil {
+					return err
+				}
+				return a.done(res.Msg, args[0])
 			}),
 		})
 	return image
@@ -54,7 +58,7 @@ func (a *App) printImage(m *opendsecv1.Image) error {
 		{"name", m.GetName()}, {"digest", m.GetDigest()}, {"kind", m.GetKind()}, {"size", mib(m.GetSize() >> 20)},
 		{"architecture", m.GetArchitecture()}, {"source", m.GetSource()}, {"created", stamp(m.GetCreatedAt())},
 		{"user", cfg.GetUser()}, {"workdir", cfg.GetWorkdir()}, {"entrypoint", strings.Join(cfg.GetEntrypoint(), " ")},
-		{"command", strings.Join(cfg.GetCmd(), " ")}, {"environment", strings.Join(cfg.GetEnv(), "\n\t")},
+		{"command", strings.Join(cfg.GetCmd(), " ")}, {"environment", strings.Join(cfg.GetEnv(), "\n")},
 	})
 }
 
@@ -78,7 +82,7 @@ func (a *App) imageListCommand() *cobra.Command {
 			return a.print(list{res.Msg, []string{"NAME", "KIND", "SIZE", "DIGEST", "AGE", "SOURCE"}, rows})
 		}),
 	}
-	c.Flags().StringVarP(&project, "project", "p", "", "project; OPENDSEC_PROJECT unless given")
+	projectFlag(c, &project)
 	return c
 }
 
@@ -97,6 +101,9 @@ func absolute(source string) (string, error) {
 		rest, ok := strings.CutPrefix(source, scheme)
 		if !ok {
 			continue
+		}
+		if rest == "" {
+			return "", usage(fmt.Errorf("source %q: say which file or directory", source))
 		}
 		path, err := filepath.Abs(rest)
 		if err != nil {
@@ -127,6 +134,9 @@ oci:DIRECTORY[:TAG] or oci-archive:FILE[:TAG], which the node's edge opens.`,
 					return usage(fmt.Errorf("--ca: %w", err))
 				}
 			}
+			if (username == "") != (passwordFile == "") {
+				return usage(errors.New("--username and --password-file go together"))
+			}
 			if username != "" {
 				password, err := os.ReadFile(passwordFile)
 				if err != nil {
@@ -146,7 +156,6 @@ oci:DIRECTORY[:TAG] or oci-archive:FILE[:TAG], which the node's edge opens.`,
 	c.Flags().StringVar(&caFile, "ca", "", "file of certificate authorities to trust for the registry, PEM")
 	c.Flags().BoolVar(&req.Insecure, "insecure", false, "allow plain HTTP")
 	c.Flags().StringVar(&req.Architecture, "architecture", "amd64", "which of a multi-platform image")
-	c.MarkFlagsRequiredTogether("username", "password-file")
 	return c
 }
 

@@ -1,11 +1,14 @@
 package ctl
 
 import (
+	"bytes"
+	"encoding/json"
 	"fmt"
 	"io"
 	"strings"
 	"text/tabwriter"
 	"time"
+	"unicode"
 
 	"google.golang.org/protobuf/encoding/protojson"
 	"google.golang.org/protobuf/proto"
@@ -14,12 +17,29 @@ import (
 
 // printJSON prints a message of the API as the API gives it.
 func (a *App) printJSON(m proto.Message) error {
-	b, err := protojson.MarshalOptions{Multiline: true, Indent: "  "}.Marshal(m)
+	b, err := protojson.Marshal(m)
 	if err != nil {
 		return fmt.Errorf("print as JSON: %w", err)
 	}
-	_, err = fmt.Fprintln(a.Stdout, string(b))
-	return err
+	// protojson varies its spaces from build to build; json does not.
+	return a.writeJSON(json.RawMessage(b))
+}
+
+// writeJSON prints a value as indented JSON.
+func (a *App) writeJSON(v any) error {
+	enc := json.NewEncoder(a.Stdout)
+	enc.SetIndent("", "  ")
+	enc.SetEscapeHTML(false)
+	return enc.Encode(v)
+}
+
+// done ends a command whose answer says nothing: it is silent, but for the
+// id with -q and the answer with -o json.
+func (a *App) done(m proto.Message, id string) error {
+	if a.output == "table" && !a.quiet {
+		return nil
+	}
+	return a.fields(m, id, nil)
 }
 
 // list is what a listing command prints, in each of the three ways.
@@ -43,15 +63,40 @@ func (a *App) print(l list) error {
 }
 
 func table(w io.Writer, head []string, rows [][]string) error {
-	tw := tabwriter.NewWriter(w, 0, 0, 3, ' ', 0)
-	fmt.Fprintln(tw, strings.Join(head, "\t"))
-	for _, r := range rows {
-		fmt.Fprintln(tw, strings.Join(r, "\t"))
+	var out bytes.Buffer
+	tw := tabwriter.NewWriter(&out, 0, 0, 3, ' ', 0)
+	for _, r := range append([][]string{head}, rows...) {
+		for i, cell := range r {
+			if i > 0 {
+				fmt.Fprint(tw, "\t")
+			}
+			fmt.Fprint(tw, printable(cell))
+		}
+		fmt.Fprintln(tw)
 	}
-	return tw.Flush()
+	if err := tw.Flush(); err != nil {
+		return err
+	}
+	for line := range strings.Lines(out.String()) {
+		if _, err := fmt.Fprintln(w, strings.TrimRight(line, " \n")); err != nil {
+			return err
+		}
+	}
+	return nil
 }
 
-// fields prints one thing, a line for each of its properties that has a value.
+// printable keeps what others wrote from moving the cursor or breaking a table.
+func printable(s string) string {
+	return strings.Map(func(r rune) rune {
+		if unicode.IsControl(r) {
+			return ' '
+		}
+		return r
+	}, s)
+}
+
+// fields prints one thing, each of its properties that has a value; a value of
+// several lines has its lines below each other.
 func (a *App) fields(m proto.Message, id string, pairs [][2]string) error {
 	switch {
 	case a.output == "json":
@@ -63,7 +108,13 @@ func (a *App) fields(m proto.Message, id string, pairs [][2]string) error {
 	tw := tabwriter.NewWriter(a.Stdout, 0, 0, 2, ' ', 0)
 	for _, p := range pairs {
 		if p[1] != "" {
-			fmt.Fprintf(tw, "%s\t%s\n", p[0], p[1])
+			for i, line := range strings.Split(p[1], "\n") {
+				name := p[0]
+				if i > 0 {
+					name = ""
+				}
+				fmt.Fprintf(tw, "%s\t%s\n", name, printable(line))
+			}
 		}
 	}
 	return tw.Flush()

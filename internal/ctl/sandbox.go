@@ -4,8 +4,8 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"io"
-	"os"
+	"maps"
+	"slices"
 	"strconv"
 	"strings"
 	"time"
@@ -17,8 +17,6 @@ import (
 
 	agentv1 "github.com/kernflux/opendsec/api/gen/agent/v1"
 	opendsecv1 "github.com/kernflux/opendsec/api/gen/opendsec/v1"
-	"github.com/kernflux/opendsec/api/gen/process"
-	"github.com/kernflux/opendsec/internal/fault"
 )
 
 func (a *App) sandboxCommand() *cobra.Command {
@@ -61,8 +59,8 @@ func seconds(d *durationpb.Duration, what string) string {
 
 func pairs(m map[string]string) string {
 	var parts []string
-	for k, v := range m {
-		parts = append(parts, k+"="+v)
+	for _, k := range slices.Sorted(maps.Keys(m)) {
+		parts = append(parts, k+"="+m[k])
 	}
 	return strings.Join(parts, " ")
 }
@@ -82,12 +80,12 @@ func parsePairs(flag string, args []string) (map[string]string, error) {
 
 // runFlags are the flags of sandbox run.
 type runFlags struct {
-	project, backend, user, workdir, hostname, name string
-	cpu                                             float64
-	memory, disk, pids                              int64
-	idle, lifetime                                  time.Duration
-	env, labels                                     []string
-	remove                                          bool
+	project, backend, user, workdir, hostname string
+	cpu                                       float64
+	memory, disk, pids                        int64
+	idle, lifetime                            time.Duration
+	env, labels                               []string
+	remove                                    bool
 }
 
 func (f *runFlags) spec(image string) (*opendsecv1.SandboxSpec, error) {
@@ -103,10 +101,10 @@ func (f *runFlags) spec(image string) (*opendsecv1.SandboxSpec, error) {
 		Image: image, Backend: f.backend, CpuCoresLimit: f.cpu, MemoryLimitMb: f.memory, DiskLimitMb: f.disk, PidsLimit: f.pids,
 		Env: env, Labels: labels, User: f.user, Workdir: f.workdir, Hostname: f.hostname,
 	}
-	if f.idle > 0 {
+	if f.idle != 0 {
 		spec.TtlRunningStop = durationpb.New(f.idle)
 	}
-	if f.lifetime > 0 {
+	if f.lifetime != 0 {
 		spec.TtlLifetime = durationpb.New(f.lifetime)
 	}
 	return spec, nil
@@ -132,32 +130,14 @@ exit code as one's own; --rm stops the sandbox afterwards.`,
 			if err != nil {
 				return err
 			}
-			sb := res.Msg.GetSandbox()
-			for _, w := range sb.GetWarnings() {
-				fmt.Fprintf(a.Stderr, "warning: %s\n", w)
+			for _, w := range res.Msg.GetSandbox().GetWarnings() {
+				fmt.Fprintf(a.Stderr, "warning: %s\n", printable(w))
 			}
-			if len(args) == 1 {
-				if a.output == "json" {
-					return a.printJSON(sb)
-				}
-				_, err := fmt.Fprintln(a.Stdout, sb.GetId())
-				return err
-			}
-			if !f.remove {
-				fmt.Fprintln(a.Stderr, sb.GetId())
-			}
-			err = a.exec(c.Context(), api, sb.GetId(), execRequest(args[1:], "", nil))
-			if f.remove {
-				ctx, cancel := context.WithTimeout(context.WithoutCancel(c.Context()), time.Minute)
-				defer cancel()
-				_, serr := api.sandboxes.StopSandbox(ctx, connect.NewRequest(&opendsecv1.StopSandboxRequest{Id: sb.GetId()}))
-				err = errors.Join(err, serr)
-			}
-			return err
+			return a.runIn(c.Context(), api, res.Msg.GetSandbox(), args[1:], f.remove)
 		}),
 	}
 	fl := c.Flags()
-	fl.StringVarP(&f.project, "project", "p", "", "project; OPENDSEC_PROJECT unless given")
+	projectFlag(c, &f.project)
 	fl.StringVar(&f.backend, "backend", "auto", "auto, gvisor, container or sim")
 	fl.Float64Var(&f.cpu, "cpu", 0, "cores (default 1)")
 	fl.Int64Var(&f.memory, "memory-mb", 0, "memory in MiB (default 512)")
@@ -172,6 +152,30 @@ exit code as one's own; --rm stops the sandbox afterwards.`,
 	fl.StringVar(&f.hostname, "hostname", "", "host name; the sandbox's id unless given")
 	fl.BoolVar(&f.remove, "rm", false, "stop the sandbox when the command has ended")
 	return c
+}
+
+// runIn runs a command in a new sandbox, if there is one, and stops the sandbox
+// afterwards if that is asked for.
+func (a *App) runIn(ctx context.Context, api *api, sb *opendsecv1.Sandbox, command []string, remove bool) error {
+	var err error
+	switch {
+	case len(command) > 0:
+		if !remove {
+			fmt.Fprintln(a.Stderr, sb.GetId())
+		}
+		err = a.exec(ctx, api, sb.GetId(), connect.NewRequest(execRequest(command)))
+	case a.output == "json":
+		err = a.printJSON(sb)
+	default:
+		_, err = fmt.Fprintln(a.Stdout, sb.GetId())
+	}
+	if remove {
+		ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), time.Minute)
+		defer cancel()
+		_, serr := api.sandboxes.StopSandbox(ctx, connect.NewRequest(&opendsecv1.StopSandboxRequest{Id: sb.GetId()}))
+		err = errors.Join(err, serr)
+	}
+	return err
 }
 
 // listSandboxes fetches all pages.
@@ -216,7 +220,7 @@ func (a *App) sandboxListCommand() *cobra.Command {
 			return a.print(list{all, sandboxHead, rows})
 		}),
 	}
-	c.Flags().StringVarP(&project, "project", "p", "", "project; OPENDSEC_PROJECT unless given")
+	projectFlag(c, &project)
 	c.Flags().StringArrayVarP(&labels, "label", "l", nil, "only with this label, as NAME=VALUE (repeatable)")
 	c.Flags().BoolVarP(&ended, "all", "a", false, "include ended ones")
 	return c
@@ -235,19 +239,38 @@ func (a *App) sandboxShowCommand() *cobra.Command {
 	}
 }
 
-// stopAll stops sandboxes, eight at a time, and reports each failure.
-func stopAll(ctx context.Context, api *api, ids []string) error {
+// stopAll stops sandboxes, eight at a time, prints which, and returns all failures.
+func (a *App) stopAll(ctx context.Context, api *api, ids []string) error {
 	g := new(errgroup.Group)
 	g.SetLimit(8)
-	errs := make([]error, len(ids))
+	errs := make([]error, len(ids)+1)
+	ended := make([]*opendsecv1.Sandbox, len(ids))
 	for i, id := range ids {
 		g.Go(func() error {
-			_, errs[i] = api.sandboxes.StopSandbox(ctx, connect.NewRequest(&opendsecv1.StopSandboxRequest{Id: id}))
+			res, err := api.sandboxes.StopSandbox(ctx, connect.NewRequest(&opendsecv1.StopSandboxRequest{Id: id}))
+			if errs[i] = err; err == nil {
+				ended[i] = res.Msg.GetSandbox()
+			}
 			return nil
 		})
 	}
 	_ = g.Wait() // the functions return nil; errs has what happened
+	errs[len(ids)] = a.printStopped(slices.DeleteFunc(ended, func(s *opendsecv1.Sandbox) bool { return s == nil }))
 	return errors.Join(errs...)
+}
+
+func (a *App) printStopped(ended []*opendsecv1.Sandbox) error {
+	switch {
+	case a.output == "json":
+		return a.printJSON(&opendsecv1.ListSandboxesResponse{Sandboxes: ended})
+	case a.quiet:
+		for _, s := range ended {
+			fmt.Fprintln(a.Stdout, s.GetId())
+		}
+	default:
+		fmt.Fprintf(a.Stdout, "stopped %d\n", len(ended))
+	}
+	return nil
 }
 
 func (a *App) sandboxStopCommand() *cobra.Command {
@@ -262,7 +285,7 @@ func (a *App) sandboxStopCommand() *cobra.Command {
 			case !all && len(args) == 0:
 				return usage(fmt.Errorf("which? give ids, or --all"))
 			case !all:
-				return stopAll(c.Context(), api, args)
+				return a.stopAll(c.Context(), api, args)
 			}
 			project, err := a.project(project)
 			if err != nil {
@@ -290,111 +313,7 @@ func (a *App) stopFound(ctx context.Context, api *api, found *opendsecv1.ListSan
 	if !yes && len(ids) > 0 {
 		return usage(fmt.Errorf("this would stop %d sandboxes; say --yes to do it", len(ids)))
 	}
-	if err := stopAll(ctx, api, ids); err != nil {
-		return err
-	}
-	if !a.quiet {
-		fmt.Fprintf(a.Stdout, "stopped %d\n", len(ids))
-	}
-	return nil
-}
-
-// execRequest asks for a program with its arguments; a single word with
-// spaces in it is a line for the sandbox's shell.
-func execRequest(args []string, cwd string, env map[string]string) *process.StartRequest {
-	stdin := false
-	cfg := &process.ProcessConfig{Cmd: args[0], Args: args[1:], Envs: env}
-	if len(args) == 1 && strings.ContainsAny(args[0], " \t\n;|&") {
-		cfg.Cmd, cfg.Args = "", []string{"-c", args[0]}
-	}
-	if cwd != "" {
-		cfg.Cwd = &cwd
-	}
-	return &process.StartRequest{Process: cfg, Stdin: &stdin}
-}
-
-// exec runs a process with its output as ours; the error is its exit code.
-func (a *App) exec(ctx context.Context, api *api, id string, req *process.StartRequest) error {
-	stream, err := api.process(id).Start(ctx, connect.NewRequest(req))
-	if err != nil {
-		return err
-	}
-	defer stream.Close()
-	return a.follow(stream, id)
-}
-
-// follow prints a process's output to its end; the error is its exit code.
-func (a *App) follow(stream *connect.ServerStreamForClient[process.StartResponse], id string) error {
-	for stream.Receive() {
-		switch ev := stream.Msg().GetEvent().GetEvent().(type) {
-		case *process.ProcessEvent_Data:
-			if err := a.write(ev.Data.GetStdout(), ev.Data.GetStderr()); err != nil {
-				return err
-			}
-		case *process.ProcessEvent_End:
-			if ev.End.GetExited() {
-				return exit(int(ev.End.GetExitCode()))
-			}
-			fmt.Fprintf(a.Stderr, "opendsecctl: the command ended: %s\n", ev.End.GetStatus())
-			return exitStatus(128)
-		}
-	}
-	if err := stream.Err(); err != nil {
-		return err
-	}
-	return fault.New(fault.Unavailable, "the connection to sandbox %s ended before the command did; see whether it runs: opendsecctl sandbox show %s", id, id)
-}
-
-func (a *App) write(stdout, stderr []byte) error {
-	if _, err := a.Stdout.Write(stdout); err != nil {
-		return fmt.Errorf("write output: %w", err)
-	}
-	if _, err := a.Stderr.Write(stderr); err != nil {
-		return fmt.Errorf("write output: %w", err)
-	}
-	return nil
-}
-
-func exit(code int) error {
-	if code == 0 {
-		return nil
-	}
-	return exitStatus(code)
-}
-
-func (a *App) sandboxExecCommand() *cobra.Command {
-	var cwd, user string
-	var env []string
-	var input bool
-	c := &cobra.Command{
-		Use: "exec ID [--] COMMAND [ARG...]", Short: "Run a command in a sandbox, with its output and exit code as one's own",
-		Long: `Run a command in a sandbox. One argument with spaces in it is a line for the
-sandbox's shell; several are a program with its arguments.`,
-		Args: cobra.MinimumNArgs(2),
-		RunE: a.with(func(c *cobra.Command, api *api, args []string) error {
-			vars, err := parsePairs("env", env)
-			if err != nil {
-				return err
-			}
-			req := execRequest(args[1:], cwd, vars)
-			ctx, headers := connect.NewClientContext(c.Context())
-			if user != "" {
-				headers.RequestHeader().Set("Opendsec-User", user)
-			}
-			if !input {
-				return a.exec(ctx, api, args[0], req)
-			}
-			tag := "ctl-" + strconv.Itoa(os.Getpid()) + "-" + strconv.FormatInt(time.Now().UnixNano(), 36)
-			*req.Stdin, req.Tag = true, &tag
-			return a.execWithInput(ctx, api, args[0], req)
-		}),
-	}
-	c.Flags().SetInterspersed(false)
-	c.Flags().StringVarP(&cwd, "workdir", "w", "", "directory to run in")
-	c.Flags().StringVarP(&user, "user", "u", "", "user to run as")
-	c.Flags().StringArrayVarP(&env, "env", "e", nil, "variable as NAME=VALUE (repeatable)")
-	c.Flags().BoolVarP(&input, "stdin", "i", false, "pass standard input on")
-	return c
+	return a.stopAll(ctx, api, ids)
 }
 
 func (a *App) sandboxLogsCommand() *cobra.Command {
@@ -421,39 +340,4 @@ func (a *App) sandboxLogsCommand() *cobra.Command {
 	}
 	c.Flags().BoolVarP(&follow, "follow", "f", false, "go on until it ends")
 	return c
-}
-
-// execWithInput is exec with our standard input passed on.
-func (a *App) execWithInput(ctx context.Context, api *api, id string, req *process.StartRequest) error {
-	ctx, cancel := context.WithCancel(ctx)
-	defer cancel()
-	client := api.process(id)
-	stream, err := client.Start(ctx, connect.NewRequest(req))
-	if err != nil {
-		return err
-	}
-	defer stream.Close()
-	if !stream.Receive() {
-		return stream.Err()
-	}
-	who := &process.ProcessSelector{Selector: &process.ProcessSelector_Tag{Tag: req.GetTag()}}
-	go func() { // ends with the context, or with our input
-		buf := make([]byte, 32<<10)
-		for {
-			n, rerr := a.Stdin.Read(buf)
-			if n > 0 {
-				in := &process.ProcessInput{Input: &process.ProcessInput_Stdin{Stdin: buf[:n]}}
-				if _, err := client.SendInput(ctx, connect.NewRequest(&process.SendInputRequest{Process: who, Input: in})); err != nil {
-					return
-				}
-			}
-			if rerr != nil {
-				if rerr == io.EOF {
-					_, _ = client.CloseStdin(ctx, connect.NewRequest(&process.CloseStdinRequest{Process: who}))
-				}
-				return
-			}
-		}
-	}()
-	return a.follow(stream, id)
 }

@@ -60,7 +60,7 @@ func (a *App) taskListCommand() *cobra.Command {
 			return a.print(list{labelled, []string{"TASK", "SANDBOXES", "STATES"}, rows})
 		}),
 	}
-	c.Flags().StringVarP(&project, "project", "p", "", "project; OPENDSEC_PROJECT unless given")
+	projectFlag(c, &project)
 	return c
 }
 
@@ -81,7 +81,7 @@ func (a *App) taskStopCommand() *cobra.Command {
 			return a.stopFound(c.Context(), api, found, yes)
 		}),
 	}
-	c.Flags().StringVarP(&project, "project", "p", "", "project; OPENDSEC_PROJECT unless given")
+	projectFlag(c, &project)
 	c.Flags().BoolVar(&yes, "yes", false, "really stop all of them")
 	return c
 }
