@@ -40,6 +40,10 @@ func main() {
 	}
 }
 
+// spareThreads is how many threads are made ahead: some for system calls that
+// block, such as the start of a process, while calls go on being answered.
+const spareThreads = 8
+
 func run(log *slog.Logger, listen string, started time.Time) error {
 	l, err := listenOn(listen) // first, so that callers can connect
 	if err != nil {
@@ -56,6 +60,7 @@ func run(log *slog.Logger, listen string, started time.Time) error {
 
 	machine := os.Getpid() == 1
 	if machine {
+		go agent.ReserveThreads(spareThreads)
 		if err := agent.KeepCapabilitiesFromChildren(); err != nil {
 			log.Warn("commands may have more capabilities than they should", "error", err)
 		}
