@@ -12,6 +12,7 @@ import (
 	"fmt"
 	"net"
 	"os"
+	"os/exec"
 	"path/filepath"
 	"runtime"
 	"slices"
@@ -84,10 +85,33 @@ func Remove(name string) error {
 	if err := unix.Unmount(path, unix.MNT_DETACH|unix.UMOUNT_NOFOLLOW); err != nil && err != unix.EINVAL && err != unix.ENOENT {
 		return fmt.Errorf("unmount network slot %s: %w", path, err)
 	}
-	if err := os.Remove(path); err != nil && !errors.Is(err, os.ErrNotExist) {
+	err = os.Remove(path)
+	if errors.Is(err, unix.EBUSY) {
+		err = removeCovered(path)
+	}
+	if err != nil && !errors.Is(err, os.ErrNotExist) {
 		return fmt.Errorf("remove network slot %s: %w", name, err)
 	}
 	return nil
+}
+
+// removeCovered removes a name that has a mount which no path leads to. The
+// first "ip netns add" on a machine makes such: it mounts the directory on
+// itself. The kernel drops hidden mounts of a file that is removed where it is
+// no mount point, so a process in a mount namespace of its own bares and
+// removes it.
+func removeCovered(path string) error {
+	const script = `while umount -l "$1"; do :; done; while umount -l "$2"; do :; done; rm -f "$2"`
+	cmd := exec.Command("/bin/sh", "-c", script, "sh", dir, path)
+	cmd.SysProcAttr = &unix.SysProcAttr{Unshareflags: unix.CLONE_NEWNS} // and private, says package syscall
+	out, err := cmd.CombinedOutput()
+	if err == nil {
+		_, err = os.Lstat(path)
+	}
+	if err == nil {
+		return fmt.Errorf("something is mounted on %s and cannot be unmounted: %s", path, out)
+	}
+	return err
 }
 
 // pathOf returns where the namespace of a name is.

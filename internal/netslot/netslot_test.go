@@ -8,6 +8,7 @@ import (
 	"log/slog"
 	"net"
 	"os"
+	"os/exec"
 	"path/filepath"
 	"strings"
 	"sync"
@@ -190,6 +191,47 @@ func TestRemoveWhileHeld(t *testing.T) {
 	})
 	if err != nil {
 		t.Fatal(err)
+	}
+}
+
+// The first "ip netns add" on a machine mounts the directory of the names on
+// itself. That is tried in a mount namespace, where it disturbs nobody.
+func TestRemoveCovered(t *testing.T) {
+	const variable = "OPENDSEC_TEST_PREFIX"
+	prefix := os.Getenv(variable)
+	if prefix == "" {
+		cmd := exec.Command(os.Args[0], "-test.run=^TestRemoveCovered$", "-test.v")
+		cmd.Env = append(os.Environ(), variable+"="+prefixFor(t))
+		cmd.SysProcAttr = &unix.SysProcAttr{Unshareflags: unix.CLONE_NEWNS}
+		if out, err := cmd.CombinedOutput(); err != nil {
+			t.Errorf("%v\n%s", err, out)
+		}
+		return
+	}
+	before, err := create(prefix + "-before")
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := unix.Mount(dir, dir, "", unix.MS_BIND|unix.MS_REC, ""); err != nil {
+		t.Fatal(err)
+	}
+	after, err := create(prefix + "-after")
+	if err != nil {
+		t.Fatal(err)
+	}
+	for _, slot := range []backend.Slot{before, after} {
+		if err := Inside(slot, func() error { return nil }); err != nil {
+			t.Errorf("%s cannot be entered: %v", slot.Name, err)
+		}
+		for range 2 {
+			if err := Remove(slot.Name); err != nil {
+				t.Error(err)
+			}
+		}
+	}
+	mounts, err := os.ReadFile("/proc/self/mountinfo")
+	if err != nil || strings.Contains(string(mounts), prefix) {
+		t.Errorf("a mount is left: %v\n%s", err, mounts)
 	}
 }
 

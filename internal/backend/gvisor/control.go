@@ -64,7 +64,7 @@ func (s *sentry) start(ctx context.Context, cfg backend.Config) error {
 // limit sets the limits that a sentry is created without: the CPU's on the
 // host, and the number of processes and threads inside.
 func (s *sentry) limit(c *urpc.Client, l sandbox.Limits) error {
-	if err := s.group.SetLimits(sandbox.Limits{CPU: l.CPU}); err != nil {
+	if err := s.group.SetLimits(sandbox.Limits{CPU: l.CPU, PIDs: hostThreads(l.PIDs)}); err != nil {
 		return err
 	}
 	args := control.CgroupsWriteArgs{Args: []control.CgroupsWriteArg{{

@@ -45,16 +45,18 @@ const (
 	overheadShare = 32 // and one part in so many of the limit
 )
 
-// hostThreads is the limit on the sentry's host threads, a guard only: going
-// over it kills the sandbox. Inside, Limits.PIDs holds.
-const hostThreads = 4096
+// hostThreads returns the limit on a sentry's host threads for a sandbox with a
+// limit on its processes and threads. Each of those takes two here. The host's
+// limit is a guard only, for going over it kills the sandbox; inside, the
+// sandbox's own holds.
+func hostThreads(pids int64) int64 { return 1024 + 4*pids }
 
 // creationLimits are those of the control group while a sentry is created. The
 // CPU has none yet, so that a sandbox with little of it does not start slowly.
 func (k key) creationLimits() sandbox.Limits {
 	return sandbox.Limits{
 		MemoryMB: k.memoryMB + overheadMB + k.memoryMB/overheadShare,
-		PIDs:     hostThreads,
+		PIDs:     hostThreads(0),
 	}
 }
 
