@@ -68,7 +68,8 @@ func run(log *slog.Logger, listen string, started time.Time) error {
 	ctx, stop := signal.NotifyContext(context.Background(), syscall.SIGTERM, syscall.SIGINT)
 	if machine { // no process inside ends the machine by a polite signal
 		stop()
-		signal.Ignore(syscall.SIGTERM, syscall.SIGINT, syscall.SIGQUIT, syscall.SIGHUP)
+		// Caught and dropped: what is ignored would be ignored by all commands too.
+		signal.Notify(make(chan os.Signal, 1), syscall.SIGTERM, syscall.SIGINT, syscall.SIGQUIT, syscall.SIGHUP)
 		ctx, stop = context.WithCancel(context.Background())
 	}
 	defer stop()

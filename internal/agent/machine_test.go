@@ -61,6 +61,12 @@ func TestProcessOne(t *testing.T) {
 		t.Errorf("after the second identity:\n%s", got)
 	}
 
+	// A polite signal from inside does not end the machine, and what the agent
+	// does about it is not handed down to commands.
+	if got := r.sh("kill -TERM 1; kill -INT 1; kill -QUIT 1; kill -HUP 1; grep SigIgn /proc/self/status"); got != "SigIgn:\t0000000000000000" {
+		t.Errorf("commands ignore signals: %s", got)
+	}
+
 	// What nobody waits for is reaped.
 	r.sh("for i in 1 2 3 4 5; do setsid sh -c 'sleep 0.05' & done")
 	eventually(t, "no zombie and no stray is left", func() bool {
