@@ -63,7 +63,8 @@ func start(t testing.TB) *running {
 }
 
 // launch runs the agent, by the command that wrap makes of its own, and waits
-// until it serves. It ends with the test, by SIGTERM and without an error.
+// until it serves. It ends with the test; by SIGTERM and without an error, unless
+// wrap makes a machine for it.
 func launch(t testing.TB, wrap func(args []string) *exec.Cmd) *running {
 	t.Helper()
 	if os.Getuid() != 0 {
@@ -71,7 +72,8 @@ func launch(t testing.TB, wrap func(args []string) *exec.Cmd) *running {
 	}
 	r := &running{t: t, socket: "@opendsec-agent-test-" + rand.Text()}
 	args := []string{program, "-listen", "unix:" + r.socket}
-	if wrap == nil {
+	own := wrap != nil // it is process 1 of namespaces of its own
+	if !own {
 		wrap = func(args []string) *exec.Cmd { return exec.Command(args[0], args[1:]...) }
 	}
 	cmd := wrap(args)
@@ -84,10 +86,14 @@ func launch(t testing.TB, wrap func(args []string) *exec.Cmd) *running {
 	r.Client = agentclient.New(r.dial, token)
 	t.Cleanup(func() {
 		r.Close()
-		if err := cmd.Process.Signal(syscall.SIGTERM); err != nil {
+		end := syscall.SIGTERM
+		if own { // process 1 drops what is polite
+			end = syscall.SIGKILL
+		}
+		if err := cmd.Process.Signal(end); err != nil {
 			t.Errorf("end the agent: %v", err)
 		}
-		if err := cmd.Wait(); err != nil {
+		if err := cmd.Wait(); err != nil && !own {
 			t.Errorf("the agent ended with %v and said:\n%s", err, log.String())
 		}
 	})

@@ -324,8 +324,8 @@ func (t *Table) exited(pid int, ws syscall.WaitStatus) {
 	now := time.Now()
 	p := t.unreaped(pid)
 	if p == nil {
-		//lint:ignore SA2001 a process that is not in the table yet comes in now
 		t.forking.Lock()
+		//lint:ignore SA2001 a process that is not in the table yet comes in now
 		t.forking.Unlock()
 		p = t.unreaped(pid)
 	}

@@ -102,8 +102,8 @@ func (t *table) start(config *process.ProcessConfig, tag *string) *command {
 	t.running++
 	// With the lock held, so that the timer is there before finish looks for it.
 	c.timer = time.AfterFunc(t.duration, func() {
-		//lint:ignore SA2001 it waits for the start to be complete
 		t.mu.Lock()
+		//lint:ignore SA2001 it waits for the start to be complete
 		t.mu.Unlock()
 		c.finish(0)
 	})
