@@ -53,10 +53,7 @@ func create(h []hierarchy, parent, name string, limits sandbox.Limits) (*Group, 
 	}
 	g := open(h, parent, name)
 	for _, d := range g.dirs {
-		if err := d.prepare(parent); err != nil {
-			return nil, errors.Join(err, g.Remove())
-		}
-		if err := os.Mkdir(d.path, 0o755); err != nil {
+		if err := d.make(parent); err != nil {
 			err = fmt.Errorf("make control group %s/%s: %w", parent, name, err)
 			if errors.Is(err, fs.ErrExist) {
 				return nil, err // somebody else's
@@ -68,6 +65,20 @@ func create(h []hierarchy, parent, name string, limits sandbox.Limits) (*Group, 
 		}
 	}
 	return g, nil
+}
+
+// make makes the group's directory and what it lies in. RemoveParent, of
+// another backend of the edge perhaps, may come in between.
+func (d dir) make(parent string) error {
+	for tries := 0; ; tries++ {
+		if err := d.prepare(parent); err != nil {
+			return err
+		}
+		err := os.Mkdir(d.path, 0o755)
+		if !errors.Is(err, fs.ErrNotExist) || tries == 10 {
+			return err
+		}
+	}
 }
 
 // Open returns a group that was made before. An error that is fs.ErrNotExist
@@ -407,20 +418,19 @@ func List(parent string) []string {
 	return slices.Compact(names)
 }
 
-// RemoveParent deletes the parent of groups when none is left below it, in all
-// hierarchies of the host: OCI runtimes make groups in those too that limit
-// nothing here.
+// RemoveParent deletes the parent of groups, unless a group is left below it.
 func RemoveParent(parent string) error {
+	h, err := mounted()
+	if err != nil {
+		return err
+	}
 	if err := checkNames(parent); err != nil {
 		return err
 	}
-	info, err := os.ReadFile("/proc/self/mountinfo")
-	if err != nil {
-		return fmt.Errorf("find control groups: %w", err)
-	}
 	var errs []error
-	for _, mount := range mounts(string(info)) {
-		if err := unix.Rmdir(filepath.Join(mount, parent)); err != nil && err != unix.ENOENT {
+	for _, x := range h {
+		err := unix.Rmdir(filepath.Join(x.mount, parent))
+		if err != nil && err != unix.ENOENT && err != unix.EBUSY && err != unix.ENOTEMPTY {
 			errs = append(errs, fmt.Errorf("remove control group %s: %w", parent, err))
 		}
 	}

@@ -81,6 +81,9 @@ func TestGroupLife(t *testing.T) {
 	if _, err := New(parent, "a", limits); !errors.Is(err, fs.ErrExist) {
 		t.Errorf("a second group of the same name: %v", err)
 	}
+	if err := RemoveParent(parent); err != nil {
+		t.Errorf("remove the parent of a group: %v", err)
+	}
 	if got := List(parent); !slices.Equal(got, []string{"a"}) {
 		t.Errorf("list: %v", got)
 	}

@@ -29,6 +29,7 @@ import (
 	"gvisor.dev/gvisor/runsc/flag"
 
 	"github.com/kernflux/opendsec/internal/backend"
+	"github.com/kernflux/opendsec/internal/cgroup"
 	"github.com/kernflux/opendsec/internal/sandbox"
 )
 
@@ -202,5 +203,5 @@ func (b *Backend) Forget(erofs string) { b.pool.forget(erofs) }
 
 // Close ends the machines that are held ready.
 func (b *Backend) Close() error {
-	return b.pool.close()
+	return errors.Join(b.pool.close(), cgroup.RemoveParent(b.opts.Prefix))
 }
