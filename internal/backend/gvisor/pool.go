@@ -11,7 +11,7 @@ import (
 const (
 	// settle is how long after its last use the pool is filled, so that a
 	// burst of creations has the machine for itself.
-	settle = 100 * time.Millisecond
+	settle = 20 * time.Millisecond
 	// retention is how long a key that is not used has created sentries.
 	retention = 10 * time.Minute
 	// review is how often the pool looks whether it has to change by itself.
