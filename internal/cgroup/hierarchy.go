@@ -86,19 +86,6 @@ func choose(mountinfo string, v2Controllers func(mount string) string) ([]hierar
 	return all, nil
 }
 
-// mounts returns where any hierarchy is mounted, from the text of mountinfo.
-func mounts(mountinfo string) []string {
-	var all []string
-	for line := range strings.Lines(mountinfo) {
-		before, after, _ := strings.Cut(line, " - ")
-		place := strings.Fields(before)
-		if len(place) > 4 && (strings.HasPrefix(after, "cgroup ") || strings.HasPrefix(after, "cgroup2 ")) {
-			all = append(all, unescape(place[4]))
-		}
-	}
-	return all
-}
-
 // unescape undoes mountinfo's octal form of blanks.
 func unescape(s string) string {
 	return strings.NewReplacer(`\040`, " ", `\011`, "\t", `\012`, "\n", `\134`, `\`).Replace(s)
