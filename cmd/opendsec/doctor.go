@@ -4,6 +4,8 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"slices"
+	"strings"
 
 	"github.com/spf13/cobra"
 
@@ -20,7 +22,9 @@ func doctorCommand() *cobra.Command {
 				state = install.DefaultState()
 			}
 			missing := false
+			var names []string
 			for _, f := range machine.Look(state) {
+				names = append(names, f.Name)
 				if only != "" && f.Name != only {
 					continue
 				}
@@ -31,7 +35,14 @@ func doctorCommand() *cobra.Command {
 				case !f.OK:
 					mark = "[--]"
 				}
-				fmt.Printf("%s %s: %s\n", mark, f.Name, f.Detail)
+				line := mark + " " + f.Name
+				if f.Detail != "" {
+					line += ": " + f.Detail
+				}
+				fmt.Println(line)
+			}
+			if only != "" && !slices.Contains(names, only) {
+				return fmt.Errorf("--only %q: want one of %s", only, strings.Join(names, ", "))
 			}
 			if missing {
 				return errors.New("this machine lacks what is marked [no]")

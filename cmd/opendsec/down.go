@@ -1,14 +1,10 @@
 package main
 
 import (
-	"bytes"
 	"context"
 	"errors"
 	"fmt"
 	"os"
-	"path/filepath"
-	"strconv"
-	"strings"
 	"time"
 
 	"github.com/spf13/cobra"
@@ -44,29 +40,11 @@ func downCommand() *cobra.Command {
 	return c
 }
 
-// running returns the process that runs the installation.
-func running(in *install.Installation) (int, bool) {
-	b, err := os.ReadFile(pidFile(in))
-	if err != nil {
-		return 0, false
-	}
-	pid, err := strconv.Atoi(strings.TrimSpace(string(b)))
-	if err != nil {
-		return 0, false
-	}
-	// The number may be another process's by now.
-	args, err := os.ReadFile(filepath.Join("/proc", strconv.Itoa(pid), "cmdline"))
-	if err != nil || !bytes.Contains(args, []byte("opendsec")) || !bytes.Contains(args, []byte("\x00up\x00")) {
-		return 0, false
-	}
-	return pid, true
-}
-
 // stopServers ends the process that runs the installation and waits for it.
 func stopServers(ctx context.Context, in *install.Installation) error {
-	pid, ok := running(in)
-	if !ok {
-		return nil
+	pid, err := running(in)
+	if err != nil || pid == 0 {
+		return err
 	}
 	fd, err := unix.PidfdOpen(pid, 0)
 	if errors.Is(err, unix.ESRCH) {
@@ -106,23 +84,34 @@ func endSandboxes(ctx context.Context, in *install.Installation) error {
 	if client.Ping(ctx) == nil {
 		return client.StopAll(ctx)
 	}
-	own, cancel := context.WithCancel(ctx)
+	limit, stop := context.WithTimeout(ctx, 2*time.Minute)
+	defer stop()
+	unlock, err := lock(in)
+	var other errRunning
+	switch {
+	case errors.As(err, &other): // it is starting
+		return errors.Join(waitReady(limit, in), client.StopAll(limit))
+	case err != nil:
+		return err
+	}
+	defer unlock()
+	log, err := os.OpenFile(logFile(in), os.O_CREATE|os.O_WRONLY|os.O_APPEND, 0o600)
+	if err != nil {
+		return fmt.Errorf("open the log: %w", err)
+	}
+	defer log.Close()
+	own, cancel := context.WithCancel(limit)
 	ended := make(chan error, 1)
 	go func() {
-		log, err := os.OpenFile(logFile(in), os.O_CREATE|os.O_WRONLY|os.O_APPEND, 0o600)
-		if err != nil {
-			ended <- fmt.Errorf("open the log: %w", err)
-			return
-		}
-		defer log.Close()
+		defer cancel() // nothing is waited for any more when the servers fail
 		ended <- in.Run(own, log)
 	}()
-	limit, stop := context.WithTimeout(own, 2*time.Minute)
-	defer stop()
-	err = waitReady(limit, in)
-	if err == nil {
-		err = client.StopAll(limit)
+	if err = waitReady(own, in); err == nil {
+		err = client.StopAll(own)
 	}
 	cancel()
-	return errors.Join(err, <-ended)
+	if failed := <-ended; failed != nil && !errors.Is(failed, context.Canceled) {
+		return failed // it is why the rest failed, if that did
+	}
+	return err
 }

@@ -2,12 +2,12 @@ package main
 
 import (
 	"context"
-	"errors"
 	"fmt"
+	"io"
 	"os"
 	"os/exec"
 	"path/filepath"
-	"strconv"
+	"strings"
 	"syscall"
 	"time"
 
@@ -55,6 +55,9 @@ func upCommand() *cobra.Command {
 "up" finds them again. With --detach it goes to the background once a node is healthy.`,
 		Args: cobra.NoArgs,
 		RunE: run(func(ctx context.Context) error {
+			if err := idle(s.Ops); err != nil { // before anything is changed
+				return err
+			}
 			in, err := install.Init(ctx, s)
 			if err != nil {
 				return err
@@ -62,10 +65,11 @@ func upCommand() *cobra.Command {
 			if detach {
 				return background(ctx, in)
 			}
-			if err := writePID(in); err != nil {
+			unlock, err := lock(in)
+			if err != nil {
 				return err
 			}
-			defer os.Remove(pidFile(in))
+			defer unlock()
 			return in.Run(ctx, os.Stderr)
 		}),
 	}
@@ -74,27 +78,27 @@ func upCommand() *cobra.Command {
 	return c
 }
 
-func pidFile(in *install.Installation) string { return filepath.Join(in.StateDir(), "opendsec.pid") }
-func logFile(in *install.Installation) string { return filepath.Join(in.StateDir(), "opendsec.log") }
-
-// writePID notes this process as the one that runs the installation.
-func writePID(in *install.Installation) error {
-	if pid, ok := running(in); ok && pid != os.Getpid() {
-		return fmt.Errorf("it is running already, as process %d; stop it with: opendsec down --ops %s", pid, in.Ops)
+// idle reports an installation that is there and runs. One that cannot be read
+// is Init's to explain.
+func idle(ops string) error {
+	in, err := install.Load(ops)
+	if err != nil {
+		return nil
 	}
-	return os.WriteFile(pidFile(in), []byte(strconv.Itoa(os.Getpid())+"\n"), 0o600)
+	return busy(in)
 }
 
 // background starts "up" in a session of its own and waits until it is ready.
 func background(ctx context.Context, in *install.Installation) error {
-	if pid, ok := running(in); ok {
-		return fmt.Errorf("it is running already, as process %d; stop it with: opendsec down --ops %s", pid, in.Ops)
-	}
 	log, err := os.OpenFile(logFile(in), os.O_CREATE|os.O_WRONLY|os.O_APPEND, 0o600)
 	if err != nil {
 		return fmt.Errorf("open the log: %w", err)
 	}
 	defer log.Close()
+	before, err := log.Seek(0, io.SeekEnd)
+	if err != nil {
+		return fmt.Errorf("open the log: %w", err)
+	}
 	exe, err := os.Executable()
 	if err != nil {
 		return fmt.Errorf("find this program: %w", err)
@@ -113,17 +117,26 @@ func background(ctx context.Context, in *install.Installation) error {
 	go func() { ready <- waitReady(ctx, in) }()
 	select {
 	case err := <-ready:
-		return err
+		if err != nil {
+			return fmt.Errorf("%w; it goes on in the background, and its log is %s", err, logFile(in))
+		}
+		return nil
 	case err := <-gone:
-		return fmt.Errorf("it ended at once (%w); the log says: %s", errors.Join(err), tail(logFile(in)))
+		reason := lastLine(logFile(in), before)
+		if reason == "" {
+			reason = fmt.Sprintf("%v; it left no word in %s", err, logFile(in))
+		}
+		return fmt.Errorf("it did not start: %s", reason)
 	}
 }
 
-// tail returns the end of a file.
-func tail(path string) string {
+// lastLine returns the last line that was added to a log after an offset,
+// without the program's name, "" for none.
+func lastLine(path string, after int64) string {
 	b, err := os.ReadFile(path)
 	if err != nil {
 		return err.Error()
 	}
-	return string(b[max(0, len(b)-2000):])
+	lines := strings.Split(strings.TrimSpace(string(b[min(after, int64(len(b))):])), "\n")
+	return strings.TrimPrefix(lines[len(lines)-1], "opendsec: ")
 }

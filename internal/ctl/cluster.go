@@ -214,6 +214,9 @@ var checks = []check{
 	{"the API answers", func(ctx context.Context, p *api) (string, error) {
 		start := time.Now()
 		res, err := p.cluster.GetVersion(ctx, connect.NewRequest(&opendsecv1.GetVersionRequest{}))
+		if fault.Is(err, fault.Unauthenticated) {
+			return "", nil // an answer; the next check says what is wrong
+		}
 		if err != nil {
 			return "", err
 		}
@@ -280,7 +283,7 @@ func (a *App) doctorCommand() *cobra.Command {
 				}
 				all = append(all, checked{k.name, err == nil, detail})
 				failed = failed || err != nil
-				if fault.Is(err, fault.Unavailable) || errors.Is(err, context.Canceled) {
+				if fault.Is(err, fault.Unavailable) || fault.Is(err, fault.Unauthenticated) || errors.Is(err, context.Canceled) {
 					break // the rest would say the same
 				}
 			}

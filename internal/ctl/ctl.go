@@ -51,9 +51,6 @@ type App struct {
 func (a *App) Main(ctx context.Context, args []string) int {
 	root := a.root()
 	root.SetArgs(args)
-	root.SetOut(a.Stdout)
-	root.SetErr(a.Stderr)
-	root.SetIn(a.Stdin)
 	code, said := 0, map[string]bool{}
 	for i, err := range split(root.ExecuteContext(ctx)) {
 		c, text := a.verdict(err)
@@ -156,6 +153,9 @@ Exit codes: 0 done, 1 failed, 2 used wrongly, 3 not found, 4 refused.`,
 		SilenceErrors: true,
 		SilenceUsage:  true,
 	}
+	root.SetOut(a.Stdout)
+	root.SetErr(a.Stderr)
+	root.SetIn(a.Stdin)
 	root.SetFlagErrorFunc(flagError)
 	root.PersistentFlags().StringVarP(&a.output, "output", "o", "table", "how to print: table or json")
 	root.PersistentFlags().BoolVarP(&a.quiet, "quiet", "q", false, "print ids or names only")

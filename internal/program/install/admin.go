@@ -39,7 +39,7 @@ func (in *Installation) Admin() (*Admin, error) {
 		}
 	}
 	if addr == "" || token == "" {
-		return nil, fmt.Errorf("%s lacks OPENDSEC_ADDR or OPENDSEC_TOKEN", in.EnvFile())
+		return nil, fmt.Errorf("%s lacks OPENDSEC_ADDR or OPENDSEC_TOKEN: restore the file; a token is shown once, when it is made", in.EnvFile())
 	}
 	id, err := mtls.Load(in.IAM.PKI, mtls.RoleIAM)
 	if err != nil {

@@ -3,7 +3,6 @@
 package install
 
 import (
-	"bufio"
 	"context"
 	"encoding/json"
 	"errors"
@@ -76,6 +75,13 @@ func (in *Installation) servers() []program.Server {
 	return []program.Server{&in.IAM, &in.Edge, &in.Watcher, &in.APIServer}
 }
 
+// lastSaved is the server whose file is written last, so that it is there when
+// all are.
+const lastSaved = mtls.RoleAPIServer
+
+// stateNote is the file that says where the state is; it is written first.
+const stateNote = "state"
+
 // EnvFile returns the path of the admin's env file.
 func (in *Installation) EnvFile() string { return filepath.Join(in.Ops, "env") }
 
@@ -87,10 +93,13 @@ func configFile(ops, component string) string { return filepath.Join(ops, compon
 // Load reads the installation whose configuration is in the directory.
 func Load(ops string) (*Installation, error) {
 	in := &Installation{Ops: ops}
+	if !exists(ops) {
+		return nil, fmt.Errorf("there is no installation in %s; make one with: opendsec up --ops %s", ops, ops)
+	}
 	for _, s := range in.servers() {
 		path := configFile(ops, s.Component())
 		if _, err := os.Stat(path); errors.Is(err, os.ErrNotExist) {
-			return nil, fmt.Errorf("%s is missing: there is no installation in %s; make one with: opendsec up --ops %s", path, ops, ops)
+			return nil, fmt.Errorf("%s is missing, though other files of the installation are there: restore it", path)
 		}
 		if err := daemon.LoadConfig(path, s); err != nil {
 			return nil, err
@@ -99,35 +108,40 @@ func Load(ops string) (*Installation, error) {
 	return in, nil
 }
 
+// exists reports whether there is an installation in the directory: the file
+// that save writes last is there.
+func exists(ops string) bool {
+	_, err := os.Stat(configFile(ops, lastSaved))
+	return err == nil
+}
+
 // Init makes an installation, or brings one up to date: the authority and its
 // certificates, a configuration file for each server, the first callers with
 // their env files. What is there and not asked for anew stays as it is.
 func Init(ctx context.Context, s Setup) (*Installation, error) {
-	for _, dir := range []string{s.Ops, s.State} {
-		if dir != "" && !filepath.IsAbs(dir) {
+	for _, dir := range []string{s.Ops, s.State, s.Programs} {
+		if (dir != "" || dir == s.Ops) && !filepath.IsAbs(dir) {
 			return nil, fmt.Errorf("directory %q: give an absolute path", dir)
 		}
 	}
 	if err := os.MkdirAll(s.Ops, 0o700); err != nil {
 		return nil, fmt.Errorf("make the configuration directory: %w", err)
 	}
-	in, err := Load(s.Ops)
+	in, err := describe(s)
 	if err != nil {
-		if _, serr := os.Stat(configFile(s.Ops, mtls.RoleEdge)); serr == nil {
-			return nil, err // it is there and broken
-		}
-		if in, err = fresh(s); err != nil {
-			return nil, err
-		}
-	}
-	if s.State != "" && in.StateDir() != s.State {
-		return nil, fmt.Errorf("the state is in %s, not in %s: it cannot be moved by asking; stop everything, move it, and change the files in %s", in.StateDir(), s.State, s.Ops)
-	}
-	if s.Listen != "" {
-		in.APIServer.Listen = s.Listen
+		return nil, err
 	}
 	if s.Programs != "" {
 		in.Edge.SetPrograms(s.Programs)
+	}
+	// What is wrong is found before anything is written.
+	for _, server := range in.servers() {
+		if err := server.Validate(); err != nil {
+			return nil, fmt.Errorf("configuration of %s: %w", server.Component(), err)
+		}
+	}
+	if err := os.MkdirAll(in.StateDir(), 0o700); err != nil {
+		return nil, fmt.Errorf("make the state directory: %w", err)
 	}
 	if err := in.save(); err != nil {
 		return nil, err
@@ -138,35 +152,98 @@ func Init(ctx context.Context, s Setup) (*Installation, error) {
 	return in, in.callers(ctx)
 }
 
-// fresh returns the description of a new installation.
+// describe returns the installation that is there, with what the setup changes
+// of it, or else the new one that the setup asks for.
+func describe(s Setup) (*Installation, error) {
+	if !exists(s.Ops) {
+		return fresh(s)
+	}
+	in, err := Load(s.Ops)
+	if err != nil {
+		return nil, err
+	}
+	if err := sameState(s, in.StateDir()); err != nil {
+		return nil, err
+	}
+	if s.Listen != "" {
+		return in, in.listenOn(s.Listen)
+	}
+	return in, nil
+}
+
+func sameState(s Setup, present string) error {
+	if s.State == "" || filepath.Clean(s.State) == present {
+		return nil
+	}
+	return fmt.Errorf("the state is in %s, not in %s: it cannot be moved by asking; stop everything, move it, and change the files in %s", present, s.State, s.Ops)
+}
+
+// fresh returns the description of a new installation, or of one whose first
+// Init was cut short: that has noted where its state is to be.
 func fresh(s Setup) (*Installation, error) {
-	if s.State == "" {
+	noted, err := os.ReadFile(filepath.Join(s.Ops, stateNote))
+	switch present := strings.TrimSpace(string(noted)); {
+	case err == nil && present != "":
+		if err := sameState(s, present); err != nil {
+			return nil, err
+		}
+		s.State = present
+	case s.State == "":
 		s.State = DefaultState()
 	}
 	if s.Listen == "" {
 		s.Listen = DefaultListen
 	}
-	host, port, err := net.SplitHostPort(s.Listen)
+	base := program.Base{PKI: filepath.Join(s.Ops, "ca")}
+	db := "sqlite:" + filepath.Join(s.State, "opendsec.db")
+	name := nodeName()
+	in := &Installation{Ops: s.Ops}
+	in.IAM = runiam.Server{Base: base, Database: db}
+	in.APIServer = runapi.Server{Base: base, Database: db}
+	in.Edge = runedge.Server{Base: base, Config: edge.Config{Name: name, StateDir: filepath.Join(s.State, "edge")}}
+	in.Watcher = runwatcher.Server{Base: base, Database: db, Nodes: []watcher.Node{{Name: name}}}
+	return in, in.listenOn(s.Listen)
+}
+
+// listenOn sets the API's address, and with it the ports of the inner servers,
+// unless its admin has given those addresses of their own.
+func (in *Installation) listenOn(addr string) error {
+	host, n, err := hostPort(addr)
 	if err != nil {
-		return nil, fmt.Errorf("listen address %q: want host:port", s.Listen)
+		return err
+	}
+	old := in.APIServer.Listen
+	in.APIServer.Listen = net.JoinHostPort(host, strconv.Itoa(n))
+	if was := inner(old, 1); in.IAM.Listen == was && in.APIServer.IAM == was {
+		in.IAM.Listen, in.APIServer.IAM = inner(addr, 1), inner(addr, 1)
+	}
+	if was := inner(old, 2); in.Edge.Listen == was && len(in.Watcher.Nodes) == 1 && in.Watcher.Nodes[0].Address == was {
+		in.Edge.Listen, in.Watcher.Nodes[0].Address = inner(addr, 2), inner(addr, 2)
+	}
+	return nil
+}
+
+// inner returns the address of an inner server of an installation whose API
+// listens on api; "" when that is no address.
+func inner(api string, add int) string {
+	_, n, err := hostPort(api)
+	if err != nil {
+		return ""
+	}
+	return net.JoinHostPort("127.0.0.1", strconv.Itoa(n+add))
+}
+
+// hostPort takes a listen address apart.
+func hostPort(addr string) (string, int, error) {
+	host, port, err := net.SplitHostPort(addr)
+	if err != nil {
+		return "", 0, fmt.Errorf("listen address %q: want host:port", addr)
 	}
 	n, err := strconv.Atoi(port)
 	if err != nil || n < 1 || n > 65500 {
-		return nil, fmt.Errorf("listen address %q: the port must be 1 to 65500; the two after it are used too", s.Listen)
+		return "", 0, fmt.Errorf("listen address %q: the port must be 1 to 65500; the two after it are used too", addr)
 	}
-	if err := os.MkdirAll(s.State, 0o700); err != nil {
-		return nil, fmt.Errorf("make the state directory: %w", err)
-	}
-	base := program.Base{PKI: filepath.Join(s.Ops, "ca")}
-	db := "sqlite:" + filepath.Join(s.State, "opendsec.db")
-	inner := func(add int) string { return net.JoinHostPort("127.0.0.1", strconv.Itoa(n+add)) }
-	name := nodeName()
-	in := &Installation{Ops: s.Ops}
-	in.IAM = runiam.Server{Base: base, Listen: inner(1), Database: db}
-	in.APIServer = runapi.Server{Base: base, Listen: net.JoinHostPort(host, port), Database: db, IAM: inner(1)}
-	in.Edge = runedge.Server{Base: base, Listen: inner(2), Config: edge.Config{Name: name, StateDir: filepath.Join(s.State, "edge")}}
-	in.Watcher = runwatcher.Server{Base: base, Database: db, Nodes: []watcher.Node{{Name: name, Address: inner(2)}}}
-	return in, nil
+	return host, n, nil
 }
 
 var notNodeName = regexp.MustCompile(`[^a-z0-9.-]+`)
@@ -186,10 +263,10 @@ func nodeName() string {
 
 // save writes the servers' configuration files.
 func (in *Installation) save() error {
+	if err := replace(filepath.Join(in.Ops, stateNote), []byte(in.StateDir()+"\n")); err != nil {
+		return err
+	}
 	for _, s := range in.servers() {
-		if err := s.Validate(); err != nil {
-			return fmt.Errorf("configuration of %s: %w", s.Component(), err)
-		}
 		b, err := json.MarshalIndent(s, "", "  ")
 		if err != nil {
 			return fmt.Errorf("configuration of %s: %w", s.Component(), err)
@@ -198,7 +275,7 @@ func (in *Installation) save() error {
 			return err
 		}
 	}
-	return replace(filepath.Join(in.Ops, "state"), []byte(in.StateDir()+"\n"))
+	return nil
 }
 
 // replace writes a file that only its owner can read, whole or not at all.
@@ -228,9 +305,7 @@ func (in *Installation) certificates() error {
 	hosts := []string{"localhost", "127.0.0.1", "::1"}
 	public := hosts
 	if host, _, err := net.SplitHostPort(in.APIServer.Listen); err == nil {
-		if ip := net.ParseIP(host); ip != nil && !ip.IsLoopback() {
-			public = append(public, machineNames(ip)...)
-		}
+		public = append(public, machineNames(host)...)
 	}
 	for _, s := range in.servers() {
 		names := hosts
@@ -244,15 +319,19 @@ func (in *Installation) certificates() error {
 	return nil
 }
 
-// machineNames returns by what others know this machine that listens on ip:
-// all its addresses, when it listens on all.
-func machineNames(ip net.IP) []string {
-	var names []string
-	if host, err := os.Hostname(); err == nil {
-		names = append(names, host)
+// machineNames returns by what others know this machine that listens on a
+// host: nobody does on loopback, and all its addresses when it is "" or 0.0.0.0.
+func machineNames(host string) []string {
+	ip := net.ParseIP(host)
+	if host == "localhost" || ip != nil && ip.IsLoopback() {
+		return nil
 	}
-	if !ip.IsUnspecified() {
-		return append(names, ip.String())
+	var names []string
+	if own, err := os.Hostname(); err == nil {
+		names = append(names, own)
+	}
+	if host != "" && !(ip != nil && ip.IsUnspecified()) {
+		return append(names, host)
 	}
 	addrs, err := net.InterfaceAddrs()
 	if err != nil {
@@ -284,66 +363,15 @@ func (in *Installation) callers(ctx context.Context) error {
 	defer db.Close()
 	demo := filepath.Join(in.Ops, "demo.env")
 	secrets := func(s iam.Secrets) error {
-		return errors.Join(setEnv(in.EnvFile(), "OPENDSEC_TOKEN", s.Admin), setEnv(demo, "OPENDSEC_TOKEN", s.Demo))
+		return errors.Join(
+			setEnv(in.EnvFile(), map[string]string{"OPENDSEC_TOKEN": s.Admin}, nil),
+			setEnv(demo, map[string]string{"OPENDSEC_TOKEN": s.Demo}, nil))
 	}
 	if _, err := iam.Bootstrap(ctx, db, iam.Names{}, secrets); err != nil {
 		return err
 	}
+	place := map[string]string{"OPENDSEC_ADDR": in.address(), "OPENDSEC_CA": mtls.CAFile(in.IAM.PKI)}
 	return errors.Join(
-		in.env(in.EnvFile(), "root"),
-		in.env(demo, string(iam.Demo)),
-		setEnv(demo, "OPENDSEC_IMAGE", "root/py:latest"))
-}
-
-// env writes what a caller needs besides its token.
-func (in *Installation) env(path, project string) error {
-	return errors.Join(
-		setEnv(path, "OPENDSEC_ADDR", in.address()),
-		setEnv(path, "OPENDSEC_PROJECT", project),
-		setEnv(path, "OPENDSEC_CA", mtls.CAFile(in.IAM.PKI)))
-}
-
-// setEnv sets one variable in a file of "export NAME=value" lines; "" leaves
-// the file as it is.
-func setEnv(path, name, value string) error {
-	if value == "" {
-		return nil
-	}
-	vars, err := ReadEnv(path)
-	if err != nil && !errors.Is(err, os.ErrNotExist) {
-		return err
-	}
-	var lines []string
-	found := false
-	for _, v := range vars {
-		if v[0] == name {
-			v[1], found = value, true
-		}
-		lines = append(lines, "export "+v[0]+"="+v[1])
-	}
-	if !found {
-		lines = append(lines, "export "+name+"="+value)
-	}
-	return replace(path, []byte(strings.Join(lines, "\n")+"\n"))
-}
-
-// ReadEnv reads the names and values of an env file, in its order.
-func ReadEnv(path string) ([][2]string, error) {
-	f, err := os.Open(path)
-	if err != nil {
-		return nil, fmt.Errorf("read env file: %w", err)
-	}
-	defer f.Close()
-	var vars [][2]string
-	scan := bufio.NewScanner(f)
-	for scan.Scan() {
-		name, value, ok := strings.Cut(strings.TrimPrefix(scan.Text(), "export "), "=")
-		if ok {
-			vars = append(vars, [2]string{name, value})
-		}
-	}
-	if err := scan.Err(); err != nil {
-		return nil, fmt.Errorf("read env file %s: %w", path, err)
-	}
-	return vars, nil
+		setEnv(in.EnvFile(), place, map[string]string{"OPENDSEC_PROJECT": "root"}),
+		setEnv(demo, place, map[string]string{"OPENDSEC_PROJECT": string(iam.Demo), "OPENDSEC_IMAGE": "root/py:latest"}))
 }
