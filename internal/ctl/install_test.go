@@ -13,8 +13,6 @@ import (
 	"time"
 
 	"connectrpc.com/connect"
-	"github.com/google/go-containerregistry/pkg/name"
-	"github.com/google/go-containerregistry/pkg/v1/tarball"
 
 	opendsecv1 "github.com/kernflux/opendsec/api/gen/opendsec/v1"
 	"github.com/kernflux/opendsec/internal/backend"
@@ -78,7 +76,8 @@ func start(t *testing.T) *installation {
 		t.Fatal(err)
 	}
 	in.IAM.LogLevel, in.APIServer.LogLevel, in.Watcher.LogLevel, in.Edge.LogLevel = "warn", "warn", "warn", "warn"
-	archive := smallImage(t, dir)
+	archive := filepath.Join(dir, "small.tar")
+	imagetest.Busybox(t, archive, "sh", "cat", "echo", "sleep", "true", "id", "pwd", "env", "kill", "wc", "hostname")
 	in.readEnv(t)
 	in.vars = append(in.vars, [2]string{"PREFIX", backend.Prefix(in.Edge.StateDir)}, [2]string{"STATE", in.Edge.StateDir},
 		[2]string{"NODE", in.Edge.Name}, [2]string{"SMALL", archive}, [2]string{"ADMIN_ENV", in.EnvFile()}, [2]string{"DEMO_TOKEN", in.demo})
@@ -160,29 +159,4 @@ func (in *installation) serve(t *testing.T) {
 			t.Fatalf("no healthy node: %v, %v", res, err)
 		}
 	}
-}
-
-// smallImage writes an archive with an image of busybox alone.
-func smallImage(t *testing.T, dir string) string {
-	busybox, err := os.ReadFile(testenv.Program(t, "busybox", "busybox-static"))
-	if err != nil {
-		t.Fatal(err)
-	}
-	program := imagetest.File("bin/busybox", string(busybox))
-	program.Mode = 0o755
-	entries := []imagetest.Entry{imagetest.Dir("bin"), imagetest.Dir("srv"), imagetest.Dir("etc"),
-		imagetest.File("etc/passwd", "root:x:0:0:root:/:/bin/sh\napp:x:1000:1000::/srv:/bin/sh\n"),
-		imagetest.File("etc/group", "root:x:0:\napp:x:1000:\n"), program}
-	for _, applet := range []string{"sh", "cat", "echo", "sleep", "true", "id", "pwd", "env", "kill", "wc", "sha256sum", "hostname"} {
-		entries = append(entries, imagetest.Symlink("bin/"+applet, "busybox"))
-	}
-	tag, err := name.NewTag("small:latest")
-	if err != nil {
-		t.Fatal(err)
-	}
-	archive := filepath.Join(dir, "small.tar")
-	if err := tarball.WriteToFile(archive, tag, imagetest.Image(t, [][]byte{imagetest.Tar(t, entries...)})); err != nil {
-		t.Fatal(err)
-	}
-	return archive
 }
