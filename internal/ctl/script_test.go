@@ -4,6 +4,7 @@ import (
 	"bytes"
 	"encoding/json"
 	"fmt"
+	"io"
 	"os"
 	"os/exec"
 	"path/filepath"
@@ -15,6 +16,7 @@ import (
 	"time"
 
 	"github.com/rogpeppe/go-internal/testscript"
+	"golang.org/x/sys/unix"
 
 	"github.com/kernflux/opendsec/internal/ctl"
 )
@@ -60,6 +62,52 @@ func TestScripts(t *testing.T) {
 			"aligned": cmdAligned, "json": cmdJSON, "eventually": cmdEventually,
 		},
 	})
+	t.Run("terminal", func(t *testing.T) { barOnTerminal(t, in) })
+}
+
+// barOnTerminal imports an image with a terminal as standard error: it shows a
+// bar that is gone at the end, where others get lines.
+func barOnTerminal(t *testing.T, in *installation) {
+	terminal, screen := openTerminal(t)
+	shown := make(chan string, 1)
+	go func() {
+		b, _ := io.ReadAll(screen) // ends with an error once the terminal is closed
+		shown <- string(b)
+	}()
+	ctx, cancel := in.context()
+	defer cancel()
+	var out bytes.Buffer
+	app := &ctl.App{Env: in.get, Stdout: &out, Stderr: terminal}
+	code := app.Main(ctx, []string{"image", "import", "docker-archive:" + in.get("SMALL"), "root/bar"})
+	terminal.Close()
+	text := <-shown
+	if code != 0 || !strings.Contains(out.String(), "root/bar:latest") || strings.Contains(out.String(), "\r") {
+		t.Errorf("exit code %d, %q", code, out.String())
+	}
+	if strings.Count(text, "\r") < 2 || strings.Contains(text, "\n") {
+		t.Errorf("the terminal shows %q; want a line that is painted over", text)
+	}
+}
+
+// openTerminal returns a terminal, and what reads its screen.
+func openTerminal(t *testing.T) (terminal, screen *os.File) {
+	screen, err := os.OpenFile("/dev/ptmx", os.O_RDWR|unix.O_NOCTTY, 0)
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { screen.Close() })
+	if err := unix.IoctlSetPointerInt(int(screen.Fd()), unix.TIOCSPTLCK, 0); err != nil {
+		t.Fatal(err)
+	}
+	n, err := unix.IoctlGetInt(int(screen.Fd()), unix.TIOCGPTN)
+	if err != nil {
+		t.Fatal(err)
+	}
+	terminal, err = os.OpenFile("/dev/pts/"+strconv.Itoa(n), os.O_RDWR|unix.O_NOCTTY, 0)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return terminal, screen
 }
 
 // serial runs scripts one after the other: some of them change the node.

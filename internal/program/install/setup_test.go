@@ -111,7 +111,7 @@ func TestInitAgainKeepsAll(t *testing.T) {
 
 func TestInitKeepsWhatItsAdminWrote(t *testing.T) {
 	s := setup(t)
-	in := mustInit(t, s)
+	mustInit(t, s)
 	demo := filepath.Join(s.Ops, "demo.env")
 	text := strings.Replace(contents(t, s.Ops)["/demo.env"], "root/py:latest", `"root/my image"`, 1)
 	text = strings.Replace(text, "OPENDSEC_PROJECT=root/demo", "OPENDSEC_PROJECT=root/demo/mine", 1)
@@ -127,7 +127,7 @@ func TestInitKeepsWhatItsAdminWrote(t *testing.T) {
 	if err := os.WriteFile(config, bytes.Replace(b, []byte("{"), []byte(`{"ready_slots": 3,`), 1), 0o600); err != nil {
 		t.Fatal(err)
 	}
-	in = mustInit(t, Setup{Ops: s.Ops})
+	in := mustInit(t, Setup{Ops: s.Ops})
 	if in.Edge.ReadySlots != 3 {
 		t.Errorf("ready_slots is %d", in.Edge.ReadySlots)
 	}
