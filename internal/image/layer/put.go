@@ -6,8 +6,10 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"maps"
 	"math"
 	"path"
+	"slices"
 	"strings"
 	"time"
 
@@ -271,9 +273,12 @@ func setFile(fd int, hdr *tar.Header, mtime unix.Timespec) error {
 	return nil
 }
 
-// eachXattr calls set for each extended attribute of an entry.
+// eachXattr calls set for each extended attribute of an entry, in the order of
+// their names: the file system keeps the order in which they come, and equal
+// layers are to give equal images.
 func eachXattr(hdr *tar.Header, set func(key string, value []byte) error) error {
-	for record, value := range hdr.PAXRecords {
+	for _, record := range slices.Sorted(maps.Keys(hdr.PAXRecords)) {
+		value := hdr.PAXRecords[record]
 		key, ok := strings.CutPrefix(record, paxXattr)
 		if !ok || ignoredXattr(key) {
 			continue
