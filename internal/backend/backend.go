@@ -43,6 +43,15 @@ type Backend interface {
 	Close() error
 }
 
+// A Slotter is a Backend that takes the network slots of its machines itself,
+// so that a machine it makes ahead has its own from the beginning. Its Create
+// is called with a Slot that is unset. The slot of a machine is the caller's
+// from Create on: it releases it after Destroy. Create that fails leaves none.
+type Slotter interface {
+	// SlotOf returns the slot of a machine that this backend made or found again.
+	SlotOf(i Instance) Slot
+}
+
 // An Instance is one machine.
 type Instance interface {
 	// Handle returns what Recover needs, to be kept in the edge's journal.
@@ -68,7 +77,7 @@ type Config struct {
 	Limits   sandbox.Limits
 	Rootfs   Rootfs // the image
 	Agent    Agent  // the agent's binary
-	Slot     Slot   // its network
+	Slot     Slot   // its network; unset for a Slotter
 	// StateDir is a directory of the sandbox's own on the state file system; it
 	// exists and is empty. The backend puts its files there and nowhere else.
 	StateDir string

@@ -151,7 +151,8 @@ func (e *Edge) start(ctx context.Context, b *box) error {
 	return nil
 }
 
-// gather gets the image and the network slot side by side.
+// gather gets the image and the network slot side by side; a backend may take
+// the slot itself.
 func (e *Edge) gather(ctx context.Context, b *box) (backend.Config, image.Artifact, error) {
 	spec := b.spec()
 	cfg := backend.Config{ID: b.id, Hostname: hostname(b.id, spec), Limits: spec.Limits, Agent: e.deps.Agent}
@@ -167,6 +168,9 @@ func (e *Edge) gather(ctx context.Context, b *box) (backend.Config, image.Artifa
 		return err
 	})
 	g.Go(func() error {
+		if _, itself := e.backends[spec.Backend].(backend.Slotter); itself {
+			return nil
+		}
 		var err error
 		cfg.Slot, err = e.deps.Slots.Acquire(ctx)
 		if err != nil {
@@ -204,9 +208,13 @@ func hostname(id sandbox.ID, spec sandbox.Spec) string {
 
 // boot makes the machine and begins to watch it.
 func (e *Edge) boot(ctx context.Context, b *box, cfg backend.Config) error {
-	inst, err := e.backends[b.spec().Backend].Create(ctx, cfg)
+	maker := e.backends[b.spec().Backend]
+	inst, err := maker.Create(ctx, cfg)
 	if err != nil {
 		return fmt.Errorf("make a %s machine: %w", b.spec().Backend, err)
+	}
+	if s, ok := maker.(backend.Slotter); ok {
+		e.holdSlot(b, s.SlotOf(inst))
 	}
 	b.undo.add("end its machine", inst.Destroy)
 	e.adopt(b, inst, rand.Text())

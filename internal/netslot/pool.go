@@ -115,6 +115,19 @@ func (p *Pool) drain() {
 
 // Acquire returns a ready slot, or makes one.
 func (p *Pool) Acquire(ctx context.Context) (backend.Slot, error) {
+	slot, err := p.Lend(ctx)
+	if err == nil {
+		p.Hand(slot)
+	}
+	return slot, err
+}
+
+// Hand says that a lent slot is a sandbox's from now on.
+func (p *Pool) Hand(slot backend.Slot) { p.hold(slot.Name, false) }
+
+// Lend returns a slot as Acquire does, for a machine that is made ahead and has
+// no sandbox yet: the slot counts as the pool's own until Hand.
+func (p *Pool) Lend(ctx context.Context) (backend.Slot, error) {
 	if err := ctx.Err(); err != nil {
 		return backend.Slot{}, err
 	}
@@ -124,17 +137,14 @@ func (p *Pool) Acquire(ctx context.Context) (backend.Slot, error) {
 		case p.taken <- struct{}{}:
 		default:
 		}
-		p.hold(slot.Name, false)
 		return slot, nil
 	default:
-		slot, err := p.create(ctx)
-		p.hold(slot.Name, false)
-		return slot, err
+		return p.create(ctx)
 	}
 }
 
-// Holds reports whether the pool itself has the slot of a name: ready, being
-// made or being removed. What is on the host and neither held nor a sandbox's
+// Holds reports whether the pool itself has the slot of a name: ready, lent,
+// being made or being removed. What is on the host and neither held nor a sandbox's
 // has been left behind.
 func (p *Pool) Holds(name string) bool {
 	p.mu.Lock()

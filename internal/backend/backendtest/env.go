@@ -95,7 +95,7 @@ func (e *env) config(limits sandbox.Limits) backend.Config {
 		ID: id, Hostname: string(id), Limits: limits,
 		Rootfs: e.shared.rootfs, Agent: e.shared.agent, StateDir: e.stateDir(id),
 	}
-	if !e.kind.Simulated {
+	if _, itself := e.backend.(backend.Slotter); !itself && !e.kind.Simulated {
 		slot, err := e.slots.Acquire(e.ctx)
 		if err != nil {
 			e.Fatal(err)
@@ -149,6 +149,9 @@ func (e *env) create(limits sandbox.Limits) *machine {
 
 // adopt takes a machine that runs into the test, which destroys it at its end.
 func (e *env) adopt(cfg backend.Config, i backend.Instance) *machine {
+	if s, ok := e.backend.(backend.Slotter); ok {
+		cfg.Slot = s.SlotOf(i)
+	}
 	m := &machine{env: e, cfg: cfg, instance: i}
 	m.connect()
 	e.made = append(e.made, m)

@@ -8,6 +8,7 @@ import (
 
 	"github.com/kernflux/opendsec/internal/agentclient"
 	"github.com/kernflux/opendsec/internal/backend"
+	"github.com/kernflux/opendsec/internal/netslot"
 	"github.com/kernflux/opendsec/internal/sandbox"
 )
 
@@ -83,6 +84,25 @@ func testRecoverAfterKill(e *env) {
 		m.destroy()
 	}
 	e.noLeftovers()
+	e.removeSlots()
+}
+
+// removeSlots removes the network slots that a killed creator held, as the edge
+// does when it starts. No machine may be left.
+func (e *env) removeSlots() {
+	e.Helper()
+	names, err := netslot.List(e.place.Prefix)
+	if err != nil {
+		e.Fatal(err)
+	}
+	for _, name := range names {
+		if e.slots.Holds(name) {
+			continue
+		}
+		if err := netslot.Remove(name); err != nil {
+			e.Error(err)
+		}
+	}
 }
 
 // testRecoverGone wants ErrGone, and nothing left, for machines that died or
@@ -254,5 +274,6 @@ func testCreatorKilled(e *env) {
 		e.backend = e.kind.Open(e.TB, e.place)
 		e.removeLeftovers()
 		e.release(cfg)
+		e.removeSlots()
 	}
 }

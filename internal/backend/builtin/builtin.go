@@ -13,6 +13,7 @@ import (
 	"github.com/kernflux/opendsec/internal/backend/container"
 	"github.com/kernflux/opendsec/internal/backend/gvisor"
 	"github.com/kernflux/opendsec/internal/backend/sim"
+	"github.com/kernflux/opendsec/internal/netslot"
 	"github.com/kernflux/opendsec/internal/sandbox"
 )
 
@@ -27,6 +28,8 @@ type Options struct {
 	Agent backend.Agent
 	// SentryPath is the binary that runs gVisor's kernel, absolute.
 	SentryPath string
+	// Slots gives network to machines that are made ahead.
+	Slots *netslot.Pool
 	// ReadyMachines is how many machines are made ahead, 4 when zero.
 	ReadyMachines int
 	// Sim says how simulated machines behave; zero is well.
@@ -63,7 +66,7 @@ func open(name sandbox.Backend, o Options) (backend.Backend, error) {
 	case sandbox.GVisor:
 		return gvisor.New(gvisor.Options{
 			Log: log, StateDir: filepath.Join(o.StateDir, "gvisor"), Prefix: o.Prefix,
-			SentryPath: o.SentryPath, Pool: o.ReadyMachines,
+			SentryPath: o.SentryPath, Slots: o.Slots, Pool: o.ReadyMachines,
 		})
 	case sandbox.Sim:
 		return sim.Open(log, o.Sim), nil

@@ -18,7 +18,6 @@ import (
 
 	"github.com/kernflux/opendsec/internal/backend"
 	"github.com/kernflux/opendsec/internal/netslot"
-	"github.com/kernflux/opendsec/internal/sandbox"
 )
 
 // dial connects to the sentry's control socket. The directory's descriptor
@@ -36,8 +35,9 @@ func (s *sentry) dial() (*urpc.Client, error) {
 	return c, nil
 }
 
-// start gives a created sentry its network and limits and starts its process 1.
-func (s *sentry) start(ctx context.Context, cfg backend.Config) error {
+// start gives a sentry its network, starts its process 1 and sets the limit on
+// processes and threads inside.
+func (s *sentry) start(ctx context.Context, pids int64) error {
 	c, err := s.dial()
 	if err != nil {
 		return err
@@ -46,14 +46,14 @@ func (s *sentry) start(ctx context.Context, cfg backend.Config) error {
 	// The sentry answers in some milliseconds; a hanging one is cut off by its end.
 	stop := context.AfterFunc(ctx, func() { s.kill() })
 	defer stop()
-	err = s.connect(c, cfg.Slot)
+	err = s.connect(c, s.Slot)
 	if err == nil {
 		if err = c.Call(boot.ContMgrRootContainerStart, &s.Name, nil); err != nil {
 			err = fmt.Errorf("start process 1: %w", err)
 		}
 	}
 	if err == nil {
-		err = s.limit(c, cfg.Limits)
+		err = s.limit(c, pids)
 	}
 	if err == nil || ctx.Err() == nil {
 		return err
@@ -61,15 +61,11 @@ func (s *sentry) start(ctx context.Context, cfg backend.Config) error {
 	return fmt.Errorf("%w: %w", ctx.Err(), err)
 }
 
-// limit sets the limits that a sentry is created without: the CPU's on the
-// host, and the number of processes and threads inside.
-func (s *sentry) limit(c *urpc.Client, l sandbox.Limits) error {
-	if err := s.group.SetLimits(sandbox.Limits{CPU: l.CPU, PIDs: hostThreads(l.PIDs)}); err != nil {
-		return err
-	}
+// limit limits the number of processes and threads inside.
+func (s *sentry) limit(c *urpc.Client, pids int64) error {
 	args := control.CgroupsWriteArgs{Args: []control.CgroupsWriteArg{{
 		File:  control.CgroupControlFile{Path: "/" + s.Name, Name: "pids.max"},
-		Value: strconv.FormatInt(l.PIDs, 10),
+		Value: strconv.FormatInt(pids, 10),
 	}}}
 	var out control.CgroupsResults
 	err := c.Call(boot.CgroupsWriteControlFiles, &args, &out)

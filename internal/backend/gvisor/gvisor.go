@@ -5,8 +5,8 @@
 // The package starts the sentry itself (cmd/opendsec-sentry) and speaks to its
 // control socket; there is no runsc program, no runsc state and no gofer. The
 // root file system is the image's EROFS file under a writable layer in an
-// unlinked file. Machines are created ahead in a pool and started when asked
-// for. DESIGN.md says why, and what was measured.
+// unlinked file. Machines are made ahead, in a pool, up to the agent that waits
+// to be told who it is. DESIGN.md says why, and what was measured.
 //
 // No other package imports gVisor's. What is done inside a machine is the
 // agent's matter; what a machine may reach is the network slot's.
@@ -43,11 +43,23 @@ type Options struct {
 	Prefix string
 	// SentryPath is the opendsec-sentry binary.
 	SentryPath string
-	// Pool is how many created machines are held ready in all; 0 is none.
+	// Slots gives machines their network.
+	Slots Slots
+	// Pool is how many machines are held ready in all; 0 is none.
 	Pool int
 	// DebugDir gets one log per sentry, for the search of a defect. Sentries
 	// log nothing when it is "". It makes them much slower.
 	DebugDir string
+}
+
+// Slots is what the backend asks of the pool of network slots.
+type Slots interface {
+	// Lend returns a slot that stays the pool's own, for a machine made ahead.
+	Lend(ctx context.Context) (backend.Slot, error)
+	// Hand says that a lent slot is a sandbox's now.
+	Hand(slot backend.Slot)
+	// Release gives back a lent slot.
+	Release(slot backend.Slot)
 }
 
 // Backend makes gVisor machines.
@@ -69,6 +81,7 @@ type Backend struct {
 var (
 	_ backend.Backend = (*Backend)(nil)
 	_ backend.Auditor = (*Backend)(nil)
+	_ backend.Slotter = (*Backend)(nil)
 )
 
 // New returns a backend. It starts nothing. With its first use it ends what a
@@ -76,6 +89,9 @@ var (
 func New(o Options) (*Backend, error) {
 	if o.Prefix == "" || !filepath.IsAbs(o.StateDir) || !filepath.IsAbs(o.SentryPath) {
 		return nil, fmt.Errorf("gvisor backend: want a prefix and absolute paths, got prefix %q, state directory %q, sentry %q", o.Prefix, o.StateDir, o.SentryPath)
+	}
+	if o.Slots == nil {
+		return nil, errors.New("gvisor backend: want a pool of network slots")
 	}
 	// gVisor's packages log to stderr by themselves. What matters comes back
 	// as errors.
@@ -85,7 +101,7 @@ func New(o Options) (*Backend, error) {
 		return nil, fmt.Errorf("gvisor backend: configure the sentry: %w", err)
 	}
 	b := &Backend{log: o.Log, opts: o, conf: conf, live: map[string]sandbox.ID{}}
-	b.pool = newPool(o.Log, o.Pool, b.launch, b.discard)
+	b.pool = newPool(o.Log, o.Pool, b.prepare, b.dismiss)
 	return b, nil
 }
 
@@ -114,30 +130,70 @@ func configure(o Options) (*config.Config, error) {
 // Name returns sandbox.GVisor.
 func (b *Backend) Name() sandbox.Backend { return sandbox.GVisor }
 
-// Create makes a machine, from the pool when it has a fitting one.
+// Create makes a machine: of one that is held ready when there is a fitting
+// one. A slot in cfg, which a Slotter's caller need not give, is taken for a new
+// machine.
 func (b *Backend) Create(ctx context.Context, cfg backend.Config) (_ backend.Instance, err error) {
 	if err := check(cfg); err != nil {
 		return nil, err
 	}
 	b.sweepOnce.Do(b.sweep)
-	s := b.pool.take(keyOf(cfg), time.Now())
-	if s == nil {
-		if s, err = b.launch(ctx, keyOf(cfg)); err != nil {
-			return nil, err
-		}
+	s, err := b.running(ctx, cfg)
+	if err != nil {
+		return nil, err
 	}
 	defer func() {
 		if err != nil {
-			err = errors.Join(err, b.discard(s))
+			err = errors.Join(err, b.dismiss(s))
 		}
 	}()
 	if err := b.adopt(s, cfg); err != nil {
 		return nil, err
 	}
-	if err := s.start(ctx, cfg); err != nil {
+	if err := s.group.SetLimits(sandbox.Limits{CPU: cfg.Limits.CPU}); err != nil {
 		return nil, err
 	}
-	return b.newInstance(cfg.ID, cfg.Slot, s), nil
+	if s.lent {
+		b.opts.Slots.Hand(s.Slot)
+		s.lent = false
+	}
+	return b.newInstance(cfg.ID, s), nil
+}
+
+// running returns a sentry that runs its process 1.
+func (b *Backend) running(ctx context.Context, cfg backend.Config) (*sentry, error) {
+	k := keyOf(cfg)
+	if cfg.Slot.Name != "" {
+		return b.launch(ctx, k, cfg.Slot)
+	}
+	if s := b.pool.take(k, time.Now()); s != nil {
+		return s, nil
+	}
+	return b.prepare(ctx, k)
+}
+
+// prepare makes a machine with a slot of its own.
+func (b *Backend) prepare(ctx context.Context, k key) (*sentry, error) {
+	slot, err := b.opts.Slots.Lend(ctx)
+	if err != nil {
+		return nil, err
+	}
+	s, err := b.launch(ctx, k, slot)
+	if err != nil {
+		b.opts.Slots.Release(slot)
+		return nil, err
+	}
+	s.lent = true
+	return s, nil
+}
+
+// dismiss ends a machine that serves no sandbox, and gives back its slot.
+func (b *Backend) dismiss(s *sentry) error {
+	err := b.discard(s)
+	if s.lent {
+		b.opts.Slots.Release(s.Slot)
+	}
+	return err
 }
 
 // check refuses what would fail later with a worse message.
@@ -151,7 +207,7 @@ func check(cfg backend.Config) error {
 	return nil
 }
 
-// adopt makes a created sentry the machine of cfg.
+// adopt makes a sentry the machine of cfg.
 func (b *Backend) adopt(s *sentry, cfg backend.Config) error {
 	b.know(s.Name, cfg.ID)
 	// For a later run: which sandbox a process or control group is of.

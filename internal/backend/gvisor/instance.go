@@ -19,7 +19,6 @@ import (
 type instance struct {
 	b    *Backend
 	id   sandbox.ID
-	slot backend.Slot
 	s    *sentry
 	open *conns
 
@@ -33,13 +32,12 @@ type instance struct {
 
 // handleData is what a Handle holds.
 type handleData struct {
-	ID     sandbox.ID   `json:"id"`
-	Slot   backend.Slot `json:"slot"`
-	Sentry *sentry      `json:"sentry"`
+	ID     sandbox.ID `json:"id"`
+	Sentry *sentry    `json:"sentry"`
 }
 
-func (b *Backend) newInstance(id sandbox.ID, slot backend.Slot, s *sentry) *instance {
-	i := &instance{b: b, id: id, slot: slot, s: s, open: newConns()}
+func (b *Backend) newInstance(id sandbox.ID, s *sentry) *instance {
+	i := &instance{b: b, id: id, s: s, open: newConns()}
 	go func() { // ends with the machine, or with this process
 		<-s.gone
 		i.open.end()
@@ -49,12 +47,15 @@ func (b *Backend) newInstance(id sandbox.ID, slot backend.Slot, s *sentry) *inst
 
 // Handle returns what finds the machine again.
 func (i *instance) Handle() backend.Handle {
-	data, err := json.Marshal(handleData{ID: i.id, Slot: i.slot, Sentry: i.s})
+	data, err := json.Marshal(handleData{ID: i.id, Sentry: i.s})
 	if err != nil {
 		panic("encode a gvisor handle: " + err.Error()) // its fields are plain
 	}
 	return backend.Handle{Backend: sandbox.GVisor, Data: data}
 }
+
+// SlotOf returns the network slot of a machine.
+func (b *Backend) SlotOf(i backend.Instance) backend.Slot { return i.(*instance).s.Slot }
 
 // Recover finds a machine again. What is left of one that ended is removed.
 func (b *Backend) Recover(ctx context.Context, h backend.Handle) (backend.Instance, error) {
@@ -77,14 +78,14 @@ func (b *Backend) Recover(ctx context.Context, h backend.Handle) (backend.Instan
 		return nil, fmt.Errorf("recover gVisor machine %s: %w", d.ID, err)
 	}
 	b.know(d.Sentry.Name, d.ID)
-	return b.newInstance(d.ID, d.Slot, d.Sentry), nil
+	return b.newInstance(d.ID, d.Sentry), nil
 }
 
 // Dial connects to a TCP port of the machine. The connection breaks when the
 // machine ends.
 func (i *instance) Dial(ctx context.Context, port int) (net.Conn, error) {
 	return i.open.dial(ctx, func(ctx context.Context) (net.Conn, error) {
-		return netslot.Dial(ctx, i.slot, port)
+		return netslot.Dial(ctx, i.s.Slot, port)
 	})
 }
 

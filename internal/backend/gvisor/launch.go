@@ -15,6 +15,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
+	"github.com/kernflux/opendsec/internal/backend"
 	"github.com/kernflux/opendsec/internal/cgroup"
 )
 
@@ -32,9 +33,23 @@ func (b *Backend) newName() string {
 	return b.opts.Prefix + "-" + strings.ToLower(rand.Text()[:12])
 }
 
-// launch creates a sentry: its kernel is up, and its first process waits for
-// start. On an error nothing is left.
-func (b *Backend) launch(ctx context.Context, k key) (_ *sentry, err error) {
+// launch starts a sentry and its process 1. On an error nothing is left but the
+// slot. The CPU has no limit yet.
+func (b *Backend) launch(ctx context.Context, k key, slot backend.Slot) (*sentry, error) {
+	s, err := b.boot(ctx, k)
+	if err != nil {
+		return nil, err
+	}
+	s.Slot = slot
+	if err := s.start(ctx, k.pids); err != nil {
+		return nil, errors.Join(err, s.crash(), b.discard(s))
+	}
+	return s, nil
+}
+
+// boot starts a sentry: its kernel is up, and its process 1 waits for start. On
+// an error nothing is left.
+func (b *Backend) boot(ctx context.Context, k key) (_ *sentry, err error) {
 	if err := ctx.Err(); err != nil {
 		return nil, err
 	}
@@ -43,20 +58,20 @@ func (b *Backend) launch(ctx context.Context, k key) (_ *sentry, err error) {
 	b.know(name, "")
 	defer func() {
 		if err != nil {
-			err = fmt.Errorf("create gVisor machine: %w", errors.Join(err, b.discard(s)))
+			err = fmt.Errorf("create gVisor machine: %w", errors.Join(err, s.crash(), b.discard(s)))
 		}
 	}()
 	if err := os.MkdirAll(s.Dir, 0o700); err != nil {
 		return nil, err
 	}
-	if s.group, err = cgroup.New(s.Prefix, name, k.creationLimits()); err != nil {
+	if s.group, err = cgroup.New(s.Prefix, name, k.hostLimits()); err != nil {
 		return nil, err
 	}
 	if err := s.group.KillTogether(); err != nil {
 		return nil, err
 	}
 	if err := b.exec(ctx, s, k); err != nil {
-		return nil, errors.Join(err, s.crash())
+		return nil, err
 	}
 	return s, nil
 }

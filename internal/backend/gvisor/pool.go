@@ -12,14 +12,14 @@ const (
 	// settle is how long after its last use the pool is filled, so that a
 	// burst of creations has the machine for itself.
 	settle = 20 * time.Millisecond
-	// retention is how long a key that is not used has created sentries.
+	// retention is how long a key that is not used has machines ready.
 	retention = 10 * time.Minute
 	// review is how often the pool looks whether it has to change by itself.
 	review = time.Minute
 )
 
-// pool holds created sentries of the keys that were used lately, an equal
-// share for each. A created sentry takes 8 MiB of memory.
+// pool holds machines of the keys that were used lately ready, an equal share
+// for each. One takes 16 MiB of memory.
 type pool struct {
 	log    *slog.Logger
 	size   int
@@ -49,7 +49,7 @@ func newPool(log *slog.Logger, size int, launch func(context.Context, key) (*sen
 	}
 }
 
-// take returns a created sentry of the key, nil when there is none. Some are
+// take returns a ready machine of the key, nil when there is none. Some are
 // made for the next time.
 func (p *pool) take(k key, now time.Time) *sentry {
 	p.mu.Lock()
@@ -123,7 +123,7 @@ func (p *pool) fill() {
 		s, err := p.launch(p.ctx, k)
 		if err != nil {
 			if p.ctx.Err() == nil {
-				p.log.Warn("cannot create a gVisor machine ahead; the next use or minute tries again", "error", err)
+				p.log.Warn("cannot make a gVisor machine ahead; the next use or minute tries again", "error", err)
 			}
 			return
 		}
@@ -181,11 +181,11 @@ func (p *pool) share(k key) int {
 
 func (p *pool) discard(s *sentry) {
 	if err := p.end(s); err != nil {
-		p.log.Error("cannot end a gVisor machine that was created ahead", "error", err)
+		p.log.Error("cannot end a gVisor machine that was made ahead", "error", err)
 	}
 }
 
-// forget ends the sentries that were created for an image.
+// forget ends the machines that are ready for an image.
 func (p *pool) forget(rootfs string) {
 	p.mu.Lock()
 	var out []*sentry

@@ -15,7 +15,6 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/kernflux/opendsec/internal/backend"
-	"github.com/kernflux/opendsec/internal/sandbox"
 )
 
 // Probe runs a machine whose process 1 is a program of two instructions, and
@@ -50,18 +49,18 @@ func (b *Backend) probe(ctx context.Context) (err error) {
 	if err != nil {
 		return err
 	}
-	cfg := backend.Config{
-		Limits: sandbox.Limits{CPU: 1, MemoryMB: 64, DiskMB: 1, PIDs: 16},
-		Rootfs: backend.Rootfs{EROFS: image},
-		Agent:  backend.Agent{EROFS: image},
-	}
-	s, err := b.launch(ctx, keyOf(cfg))
+	s, err := b.boot(ctx, probeKey(image))
 	if err != nil {
 		return err
 	}
 	defer func() { err = errors.Join(err, b.discard(s)) }()
-	// The program may end before all its limits are set; its status tells.
-	serr := s.start(ctx, cfg)
+	// The program may end before all is set for it; its status tells.
+	serr := s.start(ctx, probePIDs)
+	if serr != nil {
+		if err := s.stop(); err != nil {
+			return errors.Join(serr, err)
+		}
+	}
 	if err := s.wait(ctx); err != nil {
 		return errors.Join(err, serr)
 	}
@@ -69,6 +68,13 @@ func (b *Backend) probe(ctx context.Context) (err error) {
 		return errors.Join(fmt.Errorf("a test machine did not run its program: %s", s.exit().Detail), serr)
 	}
 	return nil
+}
+
+const probePIDs = 16
+
+// probeKey describes the machine of an image from probeImage.
+func probeKey(image string) key {
+	return key{rootfs: image, agent: image, cpus: 1, memoryMB: 64, diskMB: 1, pids: probePIDs}
 }
 
 // probeImage makes an image of the probe's program only.

@@ -27,6 +27,9 @@ type sentry struct {
 	Started string `json:"started"`  // start time of PID, which tells it from a later process of that number
 	UpperFD int    `json:"upper_fd"` // its descriptor of the writable layer
 
+	Slot backend.Slot `json:"slot"` // its network
+	lent bool         // the slot is not a sandbox's yet
+
 	group *cgroup.Group
 	pidfd *os.File
 	gone  chan struct{} // closed when the process has ended

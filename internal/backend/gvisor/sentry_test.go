@@ -61,7 +61,7 @@ func TestProbeSaysWhyNot(t *testing.T) {
 		if err := os.WriteFile(filepath.Join(p.StateDir, "text"), []byte("no program"), 0o600); err != nil {
 			t.Fatal(err)
 		}
-		b, err := New(Options{Log: p.Log, StateDir: filepath.Join(p.StateDir, "gvisor"), Prefix: p.Prefix, SentryPath: path})
+		b, err := New(Options{Log: p.Log, StateDir: filepath.Join(p.StateDir, "gvisor"), Prefix: p.Prefix, SentryPath: path, Slots: slots(t, p)})
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -84,10 +84,7 @@ func TestCrashIsTold(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	s, err := b.launch(t.Context(), keyOf(backend.Config{
-		Limits: sandbox.Limits{CPU: 1, MemoryMB: 64, DiskMB: 1, PIDs: 10},
-		Rootfs: backend.Rootfs{EROFS: image}, Agent: backend.Agent{EROFS: image},
-	}))
+	s, err := b.boot(t.Context(), probeKey(image))
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -120,10 +117,7 @@ func TestSentryInheritsNothing(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	s, err := b.launch(t.Context(), keyOf(backend.Config{
-		Limits: sandbox.Limits{CPU: 1, MemoryMB: 64, DiskMB: 1, PIDs: 10},
-		Rootfs: backend.Rootfs{EROFS: image}, Agent: backend.Agent{EROFS: image},
-	}))
+	s, err := b.boot(t.Context(), probeKey(image))
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -231,17 +225,13 @@ func TestSweep(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	cfg := backend.Config{
-		ID: sandbox.NewID(), StateDir: t.TempDir(),
-		Limits: sandbox.Limits{CPU: 1, MemoryMB: 64, DiskMB: 1, PIDs: 10},
-		Rootfs: backend.Rootfs{EROFS: image}, Agent: backend.Agent{EROFS: image},
-	}
+	cfg := backend.Config{ID: sandbox.NewID(), StateDir: t.TempDir()}
 	first := open(t, p, 0)
-	pooled, err := first.launch(t.Context(), keyOf(cfg))
+	pooled, err := first.boot(t.Context(), probeKey(image))
 	if err != nil {
 		t.Fatal(err)
 	}
-	used, err := first.launch(t.Context(), keyOf(cfg))
+	used, err := first.boot(t.Context(), probeKey(image))
 	if err != nil {
 		t.Fatal(err)
 	}

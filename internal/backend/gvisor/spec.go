@@ -17,7 +17,7 @@ import (
 	"github.com/kernflux/opendsec/internal/sandbox"
 )
 
-// key is what is fixed when a sentry is created. Sentries of the same key can
+// key is what is fixed when a sentry is made. Sentries of the same key can
 // become the same machines.
 type key struct {
 	rootfs   string // path of the image's EROFS file
@@ -25,6 +25,7 @@ type key struct {
 	cpus     int    // that the sandbox sees
 	memoryMB int64
 	diskMB   int64
+	pids     int64
 }
 
 func keyOf(cfg backend.Config) key {
@@ -34,6 +35,7 @@ func keyOf(cfg backend.Config) key {
 		cpus:     int(math.Ceil(cfg.Limits.CPU)),
 		memoryMB: cfg.Limits.MemoryMB,
 		diskMB:   cfg.Limits.DiskMB,
+		pids:     cfg.Limits.PIDs,
 	}
 }
 
@@ -45,18 +47,19 @@ const (
 	overheadShare = 32 // and one part in so many of the limit
 )
 
-// hostThreads returns the limit on a sentry's host threads for a sandbox with a
-// limit on its processes and threads. Each of those takes two here. The host's
-// limit is a guard only, for going over it kills the sandbox; inside, the
-// sandbox's own holds.
-func hostThreads(pids int64) int64 { return 1024 + 4*pids }
+// A process or thread inside takes two of the host. The host's limit on them is
+// a guard only, for going over it kills the sandbox; inside, Limits.PIDs holds.
+const (
+	threadsOwn = 1024
+	threadsPer = 4
+)
 
-// creationLimits are those of the control group while a sentry is created. The
-// CPU has none yet, so that a sandbox with little of it does not start slowly.
-func (k key) creationLimits() sandbox.Limits {
+// hostLimits are those of the control group while a sentry is made. The CPU has
+// none yet, so that a sandbox with little of it does not start slowly.
+func (k key) hostLimits() sandbox.Limits {
 	return sandbox.Limits{
 		MemoryMB: k.memoryMB + overheadMB + k.memoryMB/overheadShare,
-		PIDs:     hostThreads(0),
+		PIDs:     threadsOwn + threadsPer*k.pids,
 	}
 }
 
@@ -71,7 +74,7 @@ func (k key) mountConfs() string {
 }
 
 // spec describes the sandbox to the sentry. The hostname is set later, by the
-// agent, so that a sentry can be created before anybody knows it.
+// agent, so that a machine can be made before anybody knows it.
 func (k key) spec() *specs.Spec {
 	s := ocispec.Build(ocispec.Options{
 		Root:   "/", // the sentry has the image by its descriptor

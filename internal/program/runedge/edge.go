@@ -92,8 +92,9 @@ func (c *Server) Run(ctx context.Context, log *slog.Logger) (err error) {
 		return err
 	}
 	prefix := backend.Prefix(c.StateDir)
+	slots := netslot.NewPool(log, prefix, c.ReadySlots)
 	backends, err := builtin.Open(builtin.Options{
-		Log: log, StateDir: c.StateDir, Prefix: prefix, Agent: agent, SentryPath: c.SentryPath, ReadyMachines: c.ReadyMachines,
+		Log: log, StateDir: c.StateDir, Prefix: prefix, Agent: agent, SentryPath: c.SentryPath, Slots: slots, ReadyMachines: c.ReadyMachines,
 	})
 	if err != nil {
 		return err
@@ -103,7 +104,7 @@ func (c *Server) Run(ctx context.Context, log *slog.Logger) (err error) {
 			err = errors.Join(err, b.Close())
 		}
 	}()
-	e := edge.New(c.Config, edge.Deps{Backends: backends, Agent: agent, Images: images, Slots: netslot.NewPool(log, prefix, c.ReadySlots), Log: log})
+	e := edge.New(c.Config, edge.Deps{Backends: backends, Agent: agent, Images: images, Slots: slots, Log: log})
 	g, ctx := errgroup.WithContext(ctx)
 	g.Go(func() error { return e.Run(ctx) })
 	g.Go(func() error {
