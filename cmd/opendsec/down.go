@@ -73,6 +73,29 @@ func stopServers(ctx context.Context, in *install.Installation) error {
 	return fmt.Errorf("process %d did not end within %s; its log is %s", pid, grace, logFile(in))
 }
 
+// lockOrReach takes the installation's lock, or returns nil once the process
+// that holds it answers: one that is just starting will, and one that was
+// killed lets go of it when the kernel is done with it.
+func lockOrReach(ctx context.Context, in *install.Installation, client *install.Admin) (unlock func(), err error) {
+	tick := time.NewTicker(50 * time.Millisecond)
+	defer tick.Stop()
+	for {
+		unlock, err := lock(in)
+		var other errRunning
+		if !errors.As(err, &other) {
+			return unlock, err
+		}
+		if client.Ping(ctx) == nil {
+			return nil, nil
+		}
+		select {
+		case <-ctx.Done():
+			return nil, fmt.Errorf("%w, and its API does not answer; its log is %s", err, logFile(in))
+		case <-tick.C:
+		}
+	}
+}
+
 // endSandboxes ends all sandboxes, starting the servers for it if they are not
 // running.
 func endSandboxes(ctx context.Context, in *install.Installation) error {
@@ -86,13 +109,12 @@ func endSandboxes(ctx context.Context, in *install.Installation) error {
 	}
 	limit, stop := context.WithTimeout(ctx, 2*time.Minute)
 	defer stop()
-	unlock, err := lock(in)
-	var other errRunning
-	switch {
-	case errors.As(err, &other): // it is starting
-		return errors.Join(waitReady(limit, in), client.StopAll(limit))
-	case err != nil:
+	unlock, err := lockOrReach(limit, in, client)
+	if err != nil {
 		return err
+	}
+	if unlock == nil {
+		return client.StopAll(limit)
 	}
 	defer unlock()
 	log, err := os.OpenFile(logFile(in), os.O_CREATE|os.O_WRONLY|os.O_APPEND, 0o600)
