@@ -1,6 +1,7 @@
 package main
 
 import (
+	"bytes"
 	"errors"
 	"fmt"
 	"io"
@@ -8,6 +9,7 @@ import (
 	"path/filepath"
 	"strconv"
 	"strings"
+	"time"
 
 	"golang.org/x/sys/unix"
 
@@ -44,12 +46,14 @@ func lock(in *install.Installation) (unlock func(), err error) {
 			f.Close()
 		}
 	}()
-	err = unix.FcntlFlock(f.Fd(), unix.F_OFD_SETLK, &unix.Flock_t{Type: unix.F_WRLCK})
-	if errors.Is(err, unix.EAGAIN) || errors.Is(err, unix.EACCES) {
-		if err = busy(in); err == nil {
-			err = fmt.Errorf("another process held %s a moment ago; try again", f.Name())
+	for {
+		err = unix.FcntlFlock(f.Fd(), unix.F_OFD_SETLK, &unix.Flock_t{Type: unix.F_WRLCK})
+		if !errors.Is(err, unix.EAGAIN) && !errors.Is(err, unix.EACCES) {
+			break
 		}
-		return nil, err
+		if err := busy(in); err != nil {
+			return nil, err
+		}
 	}
 	if err != nil {
 		return nil, fmt.Errorf("lock %s: %w", f.Name(), err)
@@ -65,13 +69,51 @@ func lock(in *install.Installation) (unlock func(), err error) {
 }
 
 // busy returns the error that another process runs the installation; nil when
-// none does.
+// none does. One that was killed holds its lock for a moment longer, until the
+// kernel has ended its threads; that moment is waited for.
 func busy(in *install.Installation) error {
-	pid, err := running(in)
-	if err == nil && pid != 0 {
-		return errRunning{pid, in.Ops}
+	for {
+		pid, err := running(in)
+		if err != nil || pid == 0 {
+			return err
+		}
+		if !dying(pid) {
+			return errRunning{pid, in.Ops}
+		}
+		time.Sleep(5 * time.Millisecond)
 	}
-	return err
+}
+
+// dying reports whether a process has been sent SIGKILL, is on its way out, or
+// is gone.
+func dying(pid int) bool {
+	status, err := os.ReadFile(filepath.Join("/proc", strconv.Itoa(pid), "status"))
+	if err != nil {
+		return errors.Is(err, os.ErrNotExist)
+	}
+	for line := range strings.Lines(string(status)) {
+		name, value, _ := strings.Cut(line, ":")
+		if name != "SigPnd" && name != "ShdPnd" {
+			continue
+		}
+		set, err := strconv.ParseUint(strings.TrimSpace(value), 16, 64)
+		if err == nil && set&(1<<(unix.SIGKILL-1)) != 0 {
+			return true
+		}
+	}
+	stat, err := os.ReadFile(filepath.Join("/proc", strconv.Itoa(pid), "stat"))
+	if err != nil {
+		return errors.Is(err, os.ErrNotExist)
+	}
+	// After the name in parentheses, which may hold anything, the seventh field
+	// has the kernel's flags; 4 is PF_EXITING.
+	_, rest, _ := strings.Cut(string(stat[bytes.LastIndexByte(stat, ')'):]), " ")
+	fields := strings.Fields(rest)
+	if len(fields) < 7 {
+		return false
+	}
+	flags, err := strconv.ParseUint(fields[6], 10, 64)
+	return err == nil && flags&4 != 0
 }
 
 // running returns the process that runs the installation, 0 if none does.
