@@ -196,30 +196,8 @@ func (m *host) sandboxes() []string {
 	return ids
 }
 
-// nothingLeft looks at the machine by hand for what bears the installation's mark.
+// nothingLeft fails the test with what is left of the installation on the host.
 func (m *host) nothingLeft() {
 	m.t.Helper()
-	prefix := backend.Prefix(filepath.Join(m.state, "edge"))
-	for _, pattern := range []string{"/run/netns/" + prefix + "*", "/sys/fs/cgroup/" + prefix + "*", "/sys/fs/cgroup/*/" + prefix + "*"} {
-		if found, _ := filepath.Glob(pattern); len(found) > 0 {
-			m.t.Errorf("left: %v", found)
-		}
-	}
-	for _, pattern := range []string{"/proc/[0-9]*/mountinfo", "/proc/[0-9]*/cmdline", "/sys/block/loop*/loop/backing_file"} {
-		paths, err := filepath.Glob(pattern)
-		if err != nil {
-			m.t.Fatal(err)
-		}
-		for _, path := range paths {
-			b, err := os.ReadFile(path)
-			if err != nil {
-				continue // it has ended
-			}
-			for _, line := range strings.Split(string(b), "\n") {
-				if strings.Contains(line, m.state) || strings.Contains(line, prefix) {
-					m.t.Errorf("left: %s: %q", path, line)
-				}
-			}
-		}
-	}
+	testenv.NothingLeft(m.t, m.state, backend.Prefix(filepath.Join(m.state, "edge")))
 }

@@ -28,6 +28,7 @@ import (
 	"github.com/kernflux/opendsec/internal/daemon"
 	"github.com/kernflux/opendsec/internal/mtls"
 	"github.com/kernflux/opendsec/internal/program/install"
+	"github.com/kernflux/opendsec/internal/testenv"
 )
 
 // components are the programs, in the order in which they start.
@@ -163,50 +164,7 @@ func (c *cluster) end() {
 	if err := c.in.Edge.RemoveFromHost(); err != nil {
 		c.t.Error(err)
 	}
-	c.nothingLeft()
-}
-
-// nothingLeft looks at the host by hand, not through our own leak check.
-func (c *cluster) nothingLeft() {
-	prefix, state := backend.Prefix(c.in.Edge.StateDir), c.in.StateDir()
-	mounts, err := filepath.Glob("/proc/[0-9]*/mountinfo")
-	if err != nil {
-		c.t.Fatal(err)
-	}
-	for _, path := range mounts {
-		b, err := os.ReadFile(path)
-		if err != nil {
-			continue // the process has ended
-		}
-		for _, line := range strings.Split(string(b), "\n") {
-			if strings.Contains(line, state) || strings.Contains(line, prefix) {
-				c.t.Errorf("%s: %s", path, line)
-			}
-		}
-	}
-	for _, pattern := range []string{"/run/netns/" + prefix + "*", "/sys/fs/cgroup/*/" + prefix + "*", "/sys/fs/cgroup/" + prefix + "*"} {
-		if found, _ := filepath.Glob(pattern); len(found) > 0 {
-			c.t.Errorf("left: %v", found)
-		}
-	}
-	procs, err := filepath.Glob("/proc/[0-9]*/cmdline")
-	if err != nil {
-		c.t.Fatal(err)
-	}
-	for _, path := range procs {
-		if b, err := os.ReadFile(path); err == nil && strings.Contains(string(b), state) {
-			c.t.Errorf("left: process %s: %q", path, b)
-		}
-	}
-	backing, err := filepath.Glob("/sys/block/loop*/loop/backing_file")
-	if err != nil {
-		c.t.Fatal(err)
-	}
-	for _, path := range backing {
-		if b, err := os.ReadFile(path); err == nil && strings.HasPrefix(string(b), state) {
-			c.t.Errorf("left: %s: %s", path, b)
-		}
-	}
+	testenv.NothingLeft(c.t, c.in.StateDir(), backend.Prefix(c.in.Edge.StateDir))
 }
 
 // connect makes the clients of a caller, with the admin's token.
