@@ -99,7 +99,10 @@ class RawTool:
         call(*self.base(), "delete", "--force", name)
 
     def close(self) -> None:
-        call("umount", str(self.rootfs))
+        # The file tree, and what the tool itself keeps mounted in its root.
+        mounted = [line.split()[1] for line in Path("/proc/self/mounts").read_text().splitlines()]
+        for where in reversed([m for m in mounted if m.startswith(f"{self.work}/")]):
+            call("umount", where)
 
 
 def find_tree(state: Path) -> Path:
