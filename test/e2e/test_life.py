@@ -2,12 +2,31 @@ from __future__ import annotations
 
 import asyncio
 import os
+import subprocess
+import sys
 import time
 
 import opendsec
 import pytest
 from conftest import IMAGE, admin_env, args
 from opendsec import DSecClient, DSecRunArgs, SandboxState
+
+
+def test_short_programs_end_well() -> None:
+    program = f"""
+import asyncio
+from opendsec import DSecClient, DSecRunArgs
+
+async def main():
+    async with DSecClient() as client:
+        async with await client.run_sandbox(DSecRunArgs({IMAGE!r}, backend="container")) as sb:
+            await sb.run_shell("true")
+
+asyncio.run(main())
+"""
+    for _ in range(25):
+        done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+        assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_twenty_at_once(backend: str) -> None:

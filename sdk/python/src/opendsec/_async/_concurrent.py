@@ -7,7 +7,10 @@ well; everything else in ``_sync`` is generated from ``_async``.
 from __future__ import annotations
 
 import asyncio
+import atexit
 import inspect
+import sys
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractAsyncContextManager, aclosing
@@ -19,6 +22,21 @@ T = TypeVar("T")
 
 # Seconds that work which must not be lost gets when its caller was cancelled.
 _LAST_WORDS = 2.0
+
+
+# Seconds that the transport's native threads get to let go of Python objects
+# before the interpreter is taken down. Before Python 3.14 one that comes for
+# the interpreter's lock during that ends the whole process with SIGABRT: without
+# the pause one in ten short programs did.
+_SETTLE = 0.05
+_settling: list[bool] = []
+
+
+def settle_at_exit() -> None:
+    """See to it that the process ends well, once for all clients."""
+    if sys.version_info < (3, 14) and not _settling:
+        _settling.append(True)
+        atexit.register(time.sleep, _SETTLE)
 
 
 async def sleep(seconds: float) -> None:

@@ -20,7 +20,7 @@ from .._args import invalid
 from .._fetch import Bulk
 from .._version import USER_AGENT
 from ..errors import ConnectionError, DSecError
-from ._concurrent import reraise_cancelled, sleep
+from ._concurrent import reraise_cancelled, settle_at_exit, sleep
 
 REQ = TypeVar("REQ", contravariant=True)
 RES = TypeVar("RES", covariant=True)
@@ -67,6 +67,7 @@ class Connection:
         self._bulk: Bulk | None = None
         self._reached = False
         self._closed = False
+        settle_at_exit()
 
     def close(self) -> None:
         """Close what is open."""
