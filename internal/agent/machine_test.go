@@ -46,9 +46,9 @@ mount --bind /dev $ROOT/dev; rm -f $ROOT/etc/hosts; printf '10.1.1.1 other # nam
 func TestProcessOne(t *testing.T) {
 	r := machineOf(t, debian)
 	r.hello(agentclient.Identity{
-		Hostname: "sb-abcdefghijkl", Now: time.Now(), Entropy: []byte("some chance"), User: "nobody", Workdir: "/work/deep",
+		Hostname: "sb-abcdefghijkl", Now: time.Now(), Entropy: []byte("some chance"), User: "nobody", Workdir: "/srv/deep",
 	})
-	if got := r.sh("id -un; pwd; stat -c '%a %U' /tmp /work/deep /nonexistent"); got != "nobody\n/work/deep\n1777 root\n755 nobody\n755 nobody" {
+	if got := r.sh("id -un; pwd; stat -c '%a %U' /tmp /srv/deep /nonexistent"); got != "nobody\n/srv/deep\n1777 root\n755 nobody\n755 nobody" {
 		t.Errorf("user, directory and what was made:\n%s", got)
 	}
 	hosts := "10.1.1.1 other # name\n127.0.0.1\tlocalhost\n::1\tlocalhost ip6-localhost ip6-loopback\n127.0.1.1\tsb-abcdefghijkl"

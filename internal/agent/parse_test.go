@@ -31,7 +31,7 @@ func FuzzPath(f *testing.F) {
 		f.Add(s)
 	}
 	f.Fuzz(func(t *testing.T, in string) {
-		for _, dir := range []string{"", "/work/dir"} {
+		for _, dir := range []string{"", "/srv/dir"} {
 			c := caller{User: account.User{Home: "/home/user"}, workdir: dir}
 			got, err := c.path(in)
 			if strings.ContainsRune(in, 0) != (err != nil) {
