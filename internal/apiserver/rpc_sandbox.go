@@ -15,7 +15,10 @@ import (
 )
 
 // sandboxRPC is SandboxService in terms of Server.
-type sandboxRPC struct{ s *Server }
+type sandboxRPC struct {
+	opendsecv1connect.UnimplementedSandboxServiceHandler
+	s *Server
+}
 
 var _ opendsecv1connect.SandboxServiceHandler = sandboxRPC{}
 

@@ -35,8 +35,10 @@ type Backend interface {
 	// the machine runs, which may be before the agent listens. On an error
 	// nothing is left behind.
 	Create(ctx context.Context, cfg Config) (Instance, error)
-	// Recover finds a machine again after a restart of the edge. ErrGone means
-	// that it does not run any more; what is left of it has been removed.
+	// Recover finds a machine again after a restart of the edge. One that was
+	// paused is paused still; one that was paused for a snapshot that the
+	// restart cut off goes on. ErrGone means that it does not run any more; what
+	// is left of it has been removed.
 	Recover(ctx context.Context, h Handle) (Instance, error)
 	// Close ends what the backend holds ready, such as pools, and waits for
 	// it. Machines go on.
@@ -78,6 +80,10 @@ type Config struct {
 	Rootfs   Rootfs // the image
 	Agent    Agent  // the agent's binary
 	Slot     Slot   // its network; unset for a Slotter
+	// From is the state that the machine begins with, nil for a fresh one. Its
+	// backend, limits, image and agent are those of this Config. With memory,
+	// the agent has the identity and token of the machine that it was taken of.
+	From *Snapshot
 	// StateDir is a directory of the sandbox's own on the state file system; it
 	// exists and is empty. The backend puts its files there and nowhere else.
 	StateDir string
@@ -93,6 +99,7 @@ type Rootfs struct {
 // Agent is the agent's binary on this node, in the two forms that backends
 // mount at AgentDir.
 type Agent struct {
+	ID    string // names its content: "agent-" and 16 hexadecimal digits
 	EROFS string // an EROFS file that holds "agent"
 	Dir   string // a directory that holds "agent"
 }
@@ -135,7 +142,7 @@ type Usage struct {
 
 // Features says what a backend can do on this node.
 type Features struct {
-	Pause          bool // keeps a machine without running it
-	SnapshotMemory bool // snapshots and forks with memory
-	SnapshotFiles  bool // snapshots and forks of files
+	Pause          bool // its instances are Pausers
+	SnapshotMemory bool // its instances are Snapshotters with memory, and it is a Restorer
+	SnapshotFiles  bool // its instances are Snapshotters of files, and Differs
 }

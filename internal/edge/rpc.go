@@ -29,7 +29,7 @@ func guard(next http.Handler) http.Handler {
 // routes is what the edge answers, before the question who asks.
 func (e *Edge) routes() http.Handler {
 	mux := http.NewServeMux()
-	mux.Handle(edgev1connect.NewEdgeHandler(service{e}, connect.WithInterceptors(rpc.Interceptor(e.log), waiting{e})))
+	mux.Handle(edgev1connect.NewEdgeHandler(service{e: e}, connect.WithInterceptors(rpc.Interceptor(e.log), waiting{e})))
 	proxy := e.newProxy()
 	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		// Not by the mux: it would redirect paths that it finds unclean, and
@@ -69,7 +69,10 @@ func (i waiting) WrapStreamingHandler(next connect.StreamingHandlerFunc) connect
 
 // service is the Edge service: it reads requests, asks the Edge and renders
 // what comes back.
-type service struct{ e *Edge }
+type service struct {
+	edgev1connect.UnimplementedEdgeHandler
+	e *Edge
+}
 
 var _ edgev1connect.EdgeHandler = service{}
 

@@ -220,7 +220,7 @@ func (e *Edge) hook() Hooks {
 
 func (e *Edge) handler() http.Handler {
 	mux := http.NewServeMux()
-	mux.Handle(edgev1connect.NewEdgeHandler(service{e}, connect.WithInterceptors(rpc.Interceptor(e.log))))
+	mux.Handle(edgev1connect.NewEdgeHandler(service{e: e}, connect.WithInterceptors(rpc.Interceptor(e.log))))
 	mux.HandleFunc("/sandboxes/{id}/", e.data)
 	return mtls.Handler(mtls.Allow{
 		edgev1connect.EdgeName: {mtls.RoleAPIServer, mtls.RoleWatcher}, "/sandboxes/": {mtls.RoleAPIServer},
@@ -262,7 +262,10 @@ func (e *Edge) data(w http.ResponseWriter, r *http.Request) {
 	}
 }
 
-type service struct{ e *Edge }
+type service struct {
+	edgev1connect.UnimplementedEdgeHandler
+	e *Edge
+}
 
 func (s service) CreateSandbox(ctx context.Context, req *connect.Request[edgev1.CreateSandboxRequest]) (*connect.Response[edgev1.CreateSandboxResponse], error) {
 	id := sandbox.ID(req.Msg.GetId())

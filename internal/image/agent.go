@@ -24,8 +24,8 @@ func PackAgent(ctx context.Context, agentBinary, dir string) (backend.Agent, err
 	if err != nil {
 		return backend.Agent{}, fmt.Errorf("pack the agent: %w", err)
 	}
-	at := filepath.Join(dir, "agent-"+sum[:16])
-	agent := backend.Agent{EROFS: filepath.Join(at, "agent.erofs"), Dir: filepath.Join(at, "dir")}
+	agent := AgentAt(dir, "agent-"+sum[:16])
+	at := filepath.Dir(agent.Dir)
 	if _, err := os.Stat(at); err == nil {
 		return agent, nil
 	}
@@ -47,6 +47,12 @@ func PackAgent(ctx context.Context, agentBinary, dir string) (backend.Agent, err
 		return backend.Agent{}, diskFault("pack the agent", err)
 	}
 	return agent, nil
+}
+
+// AgentAt returns the agent of an ID that PackAgent has made in dir.
+func AgentAt(dir, id string) backend.Agent {
+	at := filepath.Join(dir, id)
+	return backend.Agent{ID: id, EROFS: filepath.Join(at, "agent.erofs"), Dir: filepath.Join(at, "dir")}
 }
 
 // PruneAgents removes what PackAgent has made in dir of other versions. Nothing

@@ -139,10 +139,43 @@ type Sandbox struct {
 	State       State
 	Node        string
 	ImageDigest string
+	Parent      ID // that it was forked from; "" for none
 	CreatedAt   time.Time
-	StartedAt   time.Time // zero until its agent answered
+	StartedAt   time.Time     // zero until its agent answered
+	PausedAt    time.Time     // zero while it is not paused
+	PausedFor   time.Duration // how long it was paused before, in all
 	End         *End      // nil while it lives
 	Version     int64     // counts changes; the store compares it
+}
+
+// Holds returns what a living sandbox counts for in placement. A paused one
+// whose memory is on the disk gives back processors and memory, and its memory's
+// room on the disk counts instead. One that any call may wake keeps all, so
+// that it can always wake.
+func (s *Sandbox) Holds() Resources {
+	return s.Spec.Holds(s.State == Paused)
+}
+
+// Holds is Sandbox.Holds for a sandbox that is paused or not.
+func (s Spec) Holds(paused bool) Resources {
+	r := s.Limits.Resources()
+	if paused && s.Backend.PausesToDisk() && !s.AutoResume {
+		r.CPU, r.MemoryMB, r.DiskMB = 0, 0, r.DiskMB+r.MemoryMB
+	}
+	return r
+}
+
+// PausesToDisk reports whether a paused sandbox of this backend has its memory
+// on the disk and no machine.
+func (b Backend) PausesToDisk() bool { return b == GVisor || b == Sim }
+
+// ExpiresAt returns when the sandbox's lifetime ends at the earliest, zero for
+// never. Time in which it is paused does not count.
+func (s *Sandbox) ExpiresAt() time.Time {
+	if s.Spec.Deadlines.Lifetime == 0 || s.State == Paused {
+		return time.Time{}
+	}
+	return s.CreatedAt.Add(s.Spec.Deadlines.Lifetime + s.PausedFor)
 }
 
 // MoveTo changes the state, if the table of transitions allows it. Moving to

@@ -11,7 +11,7 @@ type State string
 // The states. Only MoveTo changes one into another.
 const (
 	Pending  State = "pending"  // recorded and placed, nothing made yet
-	Starting State = "starting" // the node makes the machine
+	Starting State = "starting" // the node makes the machine, or wakes it
 	Running  State = "running"  // the agent answers
 	Paused   State = "paused"   // its state is kept, nothing runs
 	Stopping State = "stopping" // the node removes it
@@ -25,9 +25,9 @@ var States = []State{Pending, Starting, Running, Paused, Stopping, Stopped, Fail
 // transitions is the one table of what may follow what.
 var transitions = map[State][]State{
 	Pending:  {Starting, Running, Stopping, Stopped, Failed},
-	Starting: {Running, Stopping, Stopped, Failed},
+	Starting: {Running, Paused, Stopping, Stopped, Failed},
 	Running:  {Paused, Stopping, Stopped, Failed},
-	Paused:   {Running, Stopping, Stopped, Failed},
+	Paused:   {Starting, Running, Stopping, Stopped, Failed},
 	Stopping: {Stopped, Failed},
 	Stopped:  nil,
 	Failed:   nil,

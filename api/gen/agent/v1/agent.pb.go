@@ -31,7 +31,7 @@ type HelloRequest struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// What callers must show from now on, in X-Access-Token.
 	Token string `protobuf:"bytes,1,opt,name=token,proto3" json:"token,omitempty"`
-	// The sandbox's id, such as "sb-wtm44fgei3hc".
+	// The sandbox's id, such as "sb-wtm44fgei3hc". /etc/machine-id is made of it.
 	SandboxId string `protobuf:"bytes,2,opt,name=sandbox_id,json=sandboxId,proto3" json:"sandbox_id,omitempty"`
 	// The host name; also written to /etc/hostname and /etc/hosts.
 	Hostname string `protobuf:"bytes,3,opt,name=hostname,proto3" json:"hostname,omitempty"`
@@ -45,7 +45,11 @@ type HelloRequest struct {
 	// by more than 50 ms.
 	Now *timestamppb.Timestamp `protobuf:"bytes,7,opt,name=now,proto3" json:"now,omitempty"`
 	// Bytes to stir into the kernel's random numbers; may be empty.
-	Entropy       []byte `protobuf:"bytes,8,opt,name=entropy,proto3" json:"entropy,omitempty"`
+	Entropy []byte `protobuf:"bytes,8,opt,name=entropy,proto3" json:"entropy,omitempty"`
+	// A name for this life of the machine, another one in each fork and after
+	// each resume. It becomes the content of /run/opendsec/generation, which
+	// programs can watch.
+	Generation    string `protobuf:"bytes,9,opt,name=generation,proto3" json:"generation,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -134,6 +138,13 @@ func (x *HelloRequest) GetEntropy() []byte {
 		return x.Entropy
 	}
 	return nil
+}
+
+func (x *HelloRequest) GetGeneration() string {
+	if x != nil {
+		return x.Generation
+	}
+	return ""
 }
 
 // HelloResponse describes the agent.
@@ -848,7 +859,7 @@ var File_agent_v1_agent_proto protoreflect.FileDescriptor
 
 const file_agent_v1_agent_proto_rawDesc = "" +
 	"\n" +
-	"\x14agent/v1/agent.proto\x12\bagent.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto\"\xde\x02\n" +
+	"\x14agent/v1/agent.proto\x12\bagent.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto\"\xfe\x02\n" +
 	"\fHelloRequest\x12\x14\n" +
 	"\x05token\x18\x01 \x01(\tR\x05token\x12\x1d\n" +
 	"\n" +
@@ -858,7 +869,10 @@ const file_agent_v1_agent_proto_rawDesc = "" +
 	"\fdefault_user\x18\x05 \x01(\tR\vdefaultUser\x12'\n" +
 	"\x0fdefault_workdir\x18\x06 \x01(\tR\x0edefaultWorkdir\x12,\n" +
 	"\x03now\x18\a \x01(\v2\x1a.google.protobuf.TimestampR\x03now\x12\x18\n" +
-	"\aentropy\x18\b \x01(\fR\aentropy\x1a6\n" +
+	"\aentropy\x18\b \x01(\fR\aentropy\x12\x1e\n" +
+	"\n" +
+	"generation\x18\t \x01(\tR\n" +
+	"generation\x1a6\n" +
 	"\bEnvEntry\x12\x10\n" +
 	"\x03key\x18\x01 \x01(\tR\x03key\x12\x14\n" +
 	"\x05value\x18\x02 \x01(\tR\x05value:\x028\x01\"_\n" +

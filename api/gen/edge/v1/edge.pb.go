@@ -169,7 +169,11 @@ type SandboxStatus struct {
 	// How it ended; absent while it lives.
 	End *v1.End `protobuf:"bytes,5,opt,name=end,proto3" json:"end,omitempty"`
 	// Its project.
-	Project       string `protobuf:"bytes,6,opt,name=project,proto3" json:"project,omitempty"`
+	Project string `protobuf:"bytes,6,opt,name=project,proto3" json:"project,omitempty"`
+	// When it was paused; absent while it is not.
+	PausedAt *timestamppb.Timestamp `protobuf:"bytes,7,opt,name=paused_at,json=pausedAt,proto3" json:"paused_at,omitempty"`
+	// How long it was paused before, in all.
+	PausedFor     *durationpb.Duration `protobuf:"bytes,8,opt,name=paused_for,json=pausedFor,proto3" json:"paused_for,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -246,6 +250,502 @@ func (x *SandboxStatus) GetProject() string {
 	return ""
 }
 
+func (x *SandboxStatus) GetPausedAt() *timestamppb.Timestamp {
+	if x != nil {
+		return x.PausedAt
+	}
+	return nil
+}
+
+func (x *SandboxStatus) GetPausedFor() *durationpb.Duration {
+	if x != nil {
+		return x.PausedFor
+	}
+	return nil
+}
+
+// PauseSandboxRequest names a sandbox.
+type PauseSandboxRequest struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// Its id.
+	Id            string `protobuf:"bytes,1,opt,name=id,proto3" json:"id,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *PauseSandboxRequest) Reset() {
+	*x = PauseSandboxRequest{}
+	mi := &file_edge_v1_edge_proto_msgTypes[3]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *PauseSandboxRequest) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*PauseSandboxRequest) ProtoMessage() {}
+
+func (x *PauseSandboxRequest) ProtoReflect() protoreflect.Message {
+	mi := &file_edge_v1_edge_proto_msgTypes[3]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use PauseSandboxRequest.ProtoReflect.Descriptor instead.
+func (*PauseSandboxRequest) Descriptor() ([]byte, []int) {
+	return file_edge_v1_edge_proto_rawDescGZIP(), []int{3}
+}
+
+func (x *PauseSandboxRequest) GetId() string {
+	if x != nil {
+		return x.Id
+	}
+	return ""
+}
+
+// PauseSandboxResponse says how it is.
+type PauseSandboxResponse struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// The sandbox, paused.
+	Status        *SandboxStatus `protobuf:"bytes,1,opt,name=status,proto3" json:"status,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *PauseSandboxResponse) Reset() {
+	*x = PauseSandboxResponse{}
+	mi := &file_edge_v1_edge_proto_msgTypes[4]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *PauseSandboxResponse) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*PauseSandboxResponse) ProtoMessage() {}
+
+func (x *PauseSandboxResponse) ProtoReflect() protoreflect.Message {
+	mi := &file_edge_v1_edge_proto_msgTypes[4]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use PauseSandboxResponse.ProtoReflect.Descriptor instead.
+func (*PauseSandboxResponse) Descriptor() ([]byte, []int) {
+	return file_edge_v1_edge_proto_rawDescGZIP(), []int{4}
+}
+
+func (x *PauseSandboxResponse) GetStatus() *SandboxStatus {
+	if x != nil {
+		return x.Status
+	}
+	return nil
+}
+
+// ResumeSandboxRequest names a sandbox.
+type ResumeSandboxRequest struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// Its id.
+	Id            string `protobuf:"bytes,1,opt,name=id,proto3" json:"id,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *ResumeSandboxRequest) Reset() {
+	*x = ResumeSandboxRequest{}
+	mi := &file_edge_v1_edge_proto_msgTypes[5]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *ResumeSandboxRequest) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*ResumeSandboxRequest) ProtoMessage() {}
+
+func (x *ResumeSandboxRequest) ProtoReflect() protoreflect.Message {
+	mi := &file_edge_v1_edge_proto_msgTypes[5]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use ResumeSandboxRequest.ProtoReflect.Descriptor instead.
+func (*ResumeSandboxRequest) Descriptor() ([]byte, []int) {
+	return file_edge_v1_edge_proto_rawDescGZIP(), []int{5}
+}
+
+func (x *ResumeSandboxRequest) GetId() string {
+	if x != nil {
+		return x.Id
+	}
+	return ""
+}
+
+// ResumeSandboxResponse says how it is.
+type ResumeSandboxResponse struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// The sandbox, running.
+	Status        *SandboxStatus `protobuf:"bytes,1,opt,name=status,proto3" json:"status,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *ResumeSandboxResponse) Reset() {
+	*x = ResumeSandboxResponse{}
+	mi := &file_edge_v1_edge_proto_msgTypes[6]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *ResumeSandboxResponse) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*ResumeSandboxResponse) ProtoMessage() {}
+
+func (x *ResumeSandboxResponse) ProtoReflect() protoreflect.Message {
+	mi := &file_edge_v1_edge_proto_msgTypes[6]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use ResumeSandboxResponse.ProtoReflect.Descriptor instead.
+func (*ResumeSandboxResponse) Descriptor() ([]byte, []int) {
+	return file_edge_v1_edge_proto_rawDescGZIP(), []int{6}
+}
+
+func (x *ResumeSandboxResponse) GetStatus() *SandboxStatus {
+	if x != nil {
+		return x.Status
+	}
+	return nil
+}
+
+// ForkSandboxRequest makes machines of a machine's state.
+type ForkSandboxRequest struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// The id of the sandbox to copy.
+	Id string `protobuf:"bytes,1,opt,name=id,proto3" json:"id,omitempty"`
+	// Whether memory and processes are not copied, files only.
+	FilesOnly bool `protobuf:"varint,2,opt,name=files_only,json=filesOnly,proto3" json:"files_only,omitempty"`
+	// The copies to be. Backend, image and limits must be the source's.
+	Children      []*CreateSandboxRequest `protobuf:"bytes,3,rep,name=children,proto3" json:"children,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *ForkSandboxRequest) Reset() {
+	*x = ForkSandboxRequest{}
+	mi := &file_edge_v1_edge_proto_msgTypes[7]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *ForkSandboxRequest) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*ForkSandboxRequest) ProtoMessage() {}
+
+func (x *ForkSandboxRequest) ProtoReflect() protoreflect.Message {
+	mi := &file_edge_v1_edge_proto_msgTypes[7]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use ForkSandboxRequest.ProtoReflect.Descriptor instead.
+func (*ForkSandboxRequest) Descriptor() ([]byte, []int) {
+	return file_edge_v1_edge_proto_rawDescGZIP(), []int{7}
+}
+
+func (x *ForkSandboxRequest) GetId() string {
+	if x != nil {
+		return x.Id
+	}
+	return ""
+}
+
+func (x *ForkSandboxRequest) GetFilesOnly() bool {
+	if x != nil {
+		return x.FilesOnly
+	}
+	return false
+}
+
+func (x *ForkSandboxRequest) GetChildren() []*CreateSandboxRequest {
+	if x != nil {
+		return x.Children
+	}
+	return nil
+}
+
+// ForkSandboxResponse holds one result for each child.
+type ForkSandboxResponse struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// In the order of the request.
+	Results       []*ForkResult `protobuf:"bytes,1,rep,name=results,proto3" json:"results,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *ForkSandboxResponse) Reset() {
+	*x = ForkSandboxResponse{}
+	mi := &file_edge_v1_edge_proto_msgTypes[8]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *ForkSandboxResponse) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*ForkSandboxResponse) ProtoMessage() {}
+
+func (x *ForkSandboxResponse) ProtoReflect() protoreflect.Message {
+	mi := &file_edge_v1_edge_proto_msgTypes[8]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use ForkSandboxResponse.ProtoReflect.Descriptor instead.
+func (*ForkSandboxResponse) Descriptor() ([]byte, []int) {
+	return file_edge_v1_edge_proto_rawDescGZIP(), []int{8}
+}
+
+func (x *ForkSandboxResponse) GetResults() []*ForkResult {
+	if x != nil {
+		return x.Results
+	}
+	return nil
+}
+
+// ForkResult is one copy or why it was not made.
+type ForkResult struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// One of the two.
+	//
+	// Types that are valid to be assigned to Result:
+	//
+	//	*ForkResult_Status
+	//	*ForkResult_Error
+	Result        isForkResult_Result `protobuf_oneof:"result"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *ForkResult) Reset() {
+	*x = ForkResult{}
+	mi := &file_edge_v1_edge_proto_msgTypes[9]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *ForkResult) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*ForkResult) ProtoMessage() {}
+
+func (x *ForkResult) ProtoReflect() protoreflect.Message {
+	mi := &file_edge_v1_edge_proto_msgTypes[9]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use ForkResult.ProtoReflect.Descriptor instead.
+func (*ForkResult) Descriptor() ([]byte, []int) {
+	return file_edge_v1_edge_proto_rawDescGZIP(), []int{9}
+}
+
+func (x *ForkResult) GetResult() isForkResult_Result {
+	if x != nil {
+		return x.Result
+	}
+	return nil
+}
+
+func (x *ForkResult) GetStatus() *SandboxStatus {
+	if x != nil {
+		if x, ok := x.Result.(*ForkResult_Status); ok {
+			return x.Status
+		}
+	}
+	return nil
+}
+
+func (x *ForkResult) GetError() *v1.ErrorInfo {
+	if x != nil {
+		if x, ok := x.Result.(*ForkResult_Error); ok {
+			return x.Error
+		}
+	}
+	return nil
+}
+
+type isForkResult_Result interface {
+	isForkResult_Result()
+}
+
+type ForkResult_Status struct {
+	// The sandbox, running.
+	Status *SandboxStatus `protobuf:"bytes,1,opt,name=status,proto3,oneof"`
+}
+
+type ForkResult_Error struct {
+	// What went wrong.
+	Error *v1.ErrorInfo `protobuf:"bytes,2,opt,name=error,proto3,oneof"`
+}
+
+func (*ForkResult_Status) isForkResult_Result() {}
+
+func (*ForkResult_Error) isForkResult_Result() {}
+
+// SnapshotSandboxRequest makes an image of a machine's state.
+type SnapshotSandboxRequest struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// The sandbox's id.
+	Id string `protobuf:"bytes,1,opt,name=id,proto3" json:"id,omitempty"`
+	// Whether memory and processes are left out, files only.
+	FilesOnly     bool `protobuf:"varint,2,opt,name=files_only,json=filesOnly,proto3" json:"files_only,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *SnapshotSandboxRequest) Reset() {
+	*x = SnapshotSandboxRequest{}
+	mi := &file_edge_v1_edge_proto_msgTypes[10]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *SnapshotSandboxRequest) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*SnapshotSandboxRequest) ProtoMessage() {}
+
+func (x *SnapshotSandboxRequest) ProtoReflect() protoreflect.Message {
+	mi := &file_edge_v1_edge_proto_msgTypes[10]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use SnapshotSandboxRequest.ProtoReflect.Descriptor instead.
+func (*SnapshotSandboxRequest) Descriptor() ([]byte, []int) {
+	return file_edge_v1_edge_proto_rawDescGZIP(), []int{10}
+}
+
+func (x *SnapshotSandboxRequest) GetId() string {
+	if x != nil {
+		return x.Id
+	}
+	return ""
+}
+
+func (x *SnapshotSandboxRequest) GetFilesOnly() bool {
+	if x != nil {
+		return x.FilesOnly
+	}
+	return false
+}
+
+// SnapshotSandboxResponse holds the image.
+type SnapshotSandboxResponse struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// Digest, kind, size, architecture, source, config and snapshot are set.
+	Image         *v1.Image `protobuf:"bytes,1,opt,name=image,proto3" json:"image,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *SnapshotSandboxResponse) Reset() {
+	*x = SnapshotSandboxResponse{}
+	mi := &file_edge_v1_edge_proto_msgTypes[11]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *SnapshotSandboxResponse) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*SnapshotSandboxResponse) ProtoMessage() {}
+
+func (x *SnapshotSandboxResponse) ProtoReflect() protoreflect.Message {
+	mi := &file_edge_v1_edge_proto_msgTypes[11]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use SnapshotSandboxResponse.ProtoReflect.Descriptor instead.
+func (*SnapshotSandboxResponse) Descriptor() ([]byte, []int) {
+	return file_edge_v1_edge_proto_rawDescGZIP(), []int{11}
+}
+
+func (x *SnapshotSandboxResponse) GetImage() *v1.Image {
+	if x != nil {
+		return x.Image
+	}
+	return nil
+}
+
 // DestroySandboxRequest ends a machine.
 type DestroySandboxRequest struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
@@ -259,7 +759,7 @@ type DestroySandboxRequest struct {
 
 func (x *DestroySandboxRequest) Reset() {
 	*x = DestroySandboxRequest{}
-	mi := &file_edge_v1_edge_proto_msgTypes[3]
+	mi := &file_edge_v1_edge_proto_msgTypes[12]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -271,7 +771,7 @@ func (x *DestroySandboxRequest) String() string {
 func (*DestroySandboxRequest) ProtoMessage() {}
 
 func (x *DestroySandboxRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_edge_v1_edge_proto_msgTypes[3]
+	mi := &file_edge_v1_edge_proto_msgTypes[12]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -284,7 +784,7 @@ func (x *DestroySandboxRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use DestroySandboxRequest.ProtoReflect.Descriptor instead.
 func (*DestroySandboxRequest) Descriptor() ([]byte, []int) {
-	return file_edge_v1_edge_proto_rawDescGZIP(), []int{3}
+	return file_edge_v1_edge_proto_rawDescGZIP(), []int{12}
 }
 
 func (x *DestroySandboxRequest) GetId() string {
@@ -312,7 +812,7 @@ type DestroySandboxResponse struct {
 
 func (x *DestroySandboxResponse) Reset() {
 	*x = DestroySandboxResponse{}
-	mi := &file_edge_v1_edge_proto_msgTypes[4]
+	mi := &file_edge_v1_edge_proto_msgTypes[13]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -324,7 +824,7 @@ func (x *DestroySandboxResponse) String() string {
 func (*DestroySandboxResponse) ProtoMessage() {}
 
 func (x *DestroySandboxResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_edge_v1_edge_proto_msgTypes[4]
+	mi := &file_edge_v1_edge_proto_msgTypes[13]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -337,7 +837,7 @@ func (x *DestroySandboxResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use DestroySandboxResponse.ProtoReflect.Descriptor instead.
 func (*DestroySandboxResponse) Descriptor() ([]byte, []int) {
-	return file_edge_v1_edge_proto_rawDescGZIP(), []int{4}
+	return file_edge_v1_edge_proto_rawDescGZIP(), []int{13}
 }
 
 func (x *DestroySandboxResponse) GetStatus() *SandboxStatus {
@@ -362,7 +862,7 @@ type SetDeadlinesRequest struct {
 
 func (x *SetDeadlinesRequest) Reset() {
 	*x = SetDeadlinesRequest{}
-	mi := &file_edge_v1_edge_proto_msgTypes[5]
+	mi := &file_edge_v1_edge_proto_msgTypes[14]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -374,7 +874,7 @@ func (x *SetDeadlinesRequest) String() string {
 func (*SetDeadlinesRequest) ProtoMessage() {}
 
 func (x *SetDeadlinesRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_edge_v1_edge_proto_msgTypes[5]
+	mi := &file_edge_v1_edge_proto_msgTypes[14]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -387,7 +887,7 @@ func (x *SetDeadlinesRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use SetDeadlinesRequest.ProtoReflect.Descriptor instead.
 func (*SetDeadlinesRequest) Descriptor() ([]byte, []int) {
-	return file_edge_v1_edge_proto_rawDescGZIP(), []int{5}
+	return file_edge_v1_edge_proto_rawDescGZIP(), []int{14}
 }
 
 func (x *SetDeadlinesRequest) GetId() string {
@@ -420,7 +920,7 @@ type SetDeadlinesResponse struct {
 
 func (x *SetDeadlinesResponse) Reset() {
 	*x = SetDeadlinesResponse{}
-	mi := &file_edge_v1_edge_proto_msgTypes[6]
+	mi := &file_edge_v1_edge_proto_msgTypes[15]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -432,7 +932,7 @@ func (x *SetDeadlinesResponse) String() string {
 func (*SetDeadlinesResponse) ProtoMessage() {}
 
 func (x *SetDeadlinesResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_edge_v1_edge_proto_msgTypes[6]
+	mi := &file_edge_v1_edge_proto_msgTypes[15]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -445,7 +945,7 @@ func (x *SetDeadlinesResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use SetDeadlinesResponse.ProtoReflect.Descriptor instead.
 func (*SetDeadlinesResponse) Descriptor() ([]byte, []int) {
-	return file_edge_v1_edge_proto_rawDescGZIP(), []int{6}
+	return file_edge_v1_edge_proto_rawDescGZIP(), []int{15}
 }
 
 // TouchRequest counts as a use.
@@ -459,7 +959,7 @@ type TouchRequest struct {
 
 func (x *TouchRequest) Reset() {
 	*x = TouchRequest{}
-	mi := &file_edge_v1_edge_proto_msgTypes[7]
+	mi := &file_edge_v1_edge_proto_msgTypes[16]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -471,7 +971,7 @@ func (x *TouchRequest) String() string {
 func (*TouchRequest) ProtoMessage() {}
 
 func (x *TouchRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_edge_v1_edge_proto_msgTypes[7]
+	mi := &file_edge_v1_edge_proto_msgTypes[16]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -484,7 +984,7 @@ func (x *TouchRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use TouchRequest.ProtoReflect.Descriptor instead.
 func (*TouchRequest) Descriptor() ([]byte, []int) {
-	return file_edge_v1_edge_proto_rawDescGZIP(), []int{7}
+	return file_edge_v1_edge_proto_rawDescGZIP(), []int{16}
 }
 
 func (x *TouchRequest) GetId() string {
@@ -503,7 +1003,7 @@ type TouchResponse struct {
 
 func (x *TouchResponse) Reset() {
 	*x = TouchResponse{}
-	mi := &file_edge_v1_edge_proto_msgTypes[8]
+	mi := &file_edge_v1_edge_proto_msgTypes[17]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -515,7 +1015,7 @@ func (x *TouchResponse) String() string {
 func (*TouchResponse) ProtoMessage() {}
 
 func (x *TouchResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_edge_v1_edge_proto_msgTypes[8]
+	mi := &file_edge_v1_edge_proto_msgTypes[17]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -528,7 +1028,7 @@ func (x *TouchResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use TouchResponse.ProtoReflect.Descriptor instead.
 func (*TouchResponse) Descriptor() ([]byte, []int) {
-	return file_edge_v1_edge_proto_rawDescGZIP(), []int{8}
+	return file_edge_v1_edge_proto_rawDescGZIP(), []int{17}
 }
 
 // GetMetricsRequest asks what a sandbox uses.
@@ -542,7 +1042,7 @@ type GetMetricsRequest struct {
 
 func (x *GetMetricsRequest) Reset() {
 	*x = GetMetricsRequest{}
-	mi := &file_edge_v1_edge_proto_msgTypes[9]
+	mi := &file_edge_v1_edge_proto_msgTypes[18]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -554,7 +1054,7 @@ func (x *GetMetricsRequest) String() string {
 func (*GetMetricsRequest) ProtoMessage() {}
 
 func (x *GetMetricsRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_edge_v1_edge_proto_msgTypes[9]
+	mi := &file_edge_v1_edge_proto_msgTypes[18]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -567,7 +1067,7 @@ func (x *GetMetricsRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use GetMetricsRequest.ProtoReflect.Descriptor instead.
 func (*GetMetricsRequest) Descriptor() ([]byte, []int) {
-	return file_edge_v1_edge_proto_rawDescGZIP(), []int{9}
+	return file_edge_v1_edge_proto_rawDescGZIP(), []int{18}
 }
 
 func (x *GetMetricsRequest) GetId() string {
@@ -588,7 +1088,7 @@ type GetMetricsResponse struct {
 
 func (x *GetMetricsResponse) Reset() {
 	*x = GetMetricsResponse{}
-	mi := &file_edge_v1_edge_proto_msgTypes[10]
+	mi := &file_edge_v1_edge_proto_msgTypes[19]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -600,7 +1100,7 @@ func (x *GetMetricsResponse) String() string {
 func (*GetMetricsResponse) ProtoMessage() {}
 
 func (x *GetMetricsResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_edge_v1_edge_proto_msgTypes[10]
+	mi := &file_edge_v1_edge_proto_msgTypes[19]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -613,7 +1113,7 @@ func (x *GetMetricsResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use GetMetricsResponse.ProtoReflect.Descriptor instead.
 func (*GetMetricsResponse) Descriptor() ([]byte, []int) {
-	return file_edge_v1_edge_proto_rawDescGZIP(), []int{10}
+	return file_edge_v1_edge_proto_rawDescGZIP(), []int{19}
 }
 
 func (x *GetMetricsResponse) GetMetrics() *v1.Metrics {
@@ -632,7 +1132,7 @@ type WatchRequest struct {
 
 func (x *WatchRequest) Reset() {
 	*x = WatchRequest{}
-	mi := &file_edge_v1_edge_proto_msgTypes[11]
+	mi := &file_edge_v1_edge_proto_msgTypes[20]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -644,7 +1144,7 @@ func (x *WatchRequest) String() string {
 func (*WatchRequest) ProtoMessage() {}
 
 func (x *WatchRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_edge_v1_edge_proto_msgTypes[11]
+	mi := &file_edge_v1_edge_proto_msgTypes[20]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -657,7 +1157,7 @@ func (x *WatchRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use WatchRequest.ProtoReflect.Descriptor instead.
 func (*WatchRequest) Descriptor() ([]byte, []int) {
-	return file_edge_v1_edge_proto_rawDescGZIP(), []int{11}
+	return file_edge_v1_edge_proto_rawDescGZIP(), []int{20}
 }
 
 // WatchResponse is a report.
@@ -675,7 +1175,7 @@ type WatchResponse struct {
 
 func (x *WatchResponse) Reset() {
 	*x = WatchResponse{}
-	mi := &file_edge_v1_edge_proto_msgTypes[12]
+	mi := &file_edge_v1_edge_proto_msgTypes[21]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -687,7 +1187,7 @@ func (x *WatchResponse) String() string {
 func (*WatchResponse) ProtoMessage() {}
 
 func (x *WatchResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_edge_v1_edge_proto_msgTypes[12]
+	mi := &file_edge_v1_edge_proto_msgTypes[21]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -700,7 +1200,7 @@ func (x *WatchResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use WatchResponse.ProtoReflect.Descriptor instead.
 func (*WatchResponse) Descriptor() ([]byte, []int) {
-	return file_edge_v1_edge_proto_rawDescGZIP(), []int{12}
+	return file_edge_v1_edge_proto_rawDescGZIP(), []int{21}
 }
 
 func (x *WatchResponse) GetNode() *NodeReport {
@@ -747,7 +1247,7 @@ type NodeReport struct {
 
 func (x *NodeReport) Reset() {
 	*x = NodeReport{}
-	mi := &file_edge_v1_edge_proto_msgTypes[13]
+	mi := &file_edge_v1_edge_proto_msgTypes[22]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -759,7 +1259,7 @@ func (x *NodeReport) String() string {
 func (*NodeReport) ProtoMessage() {}
 
 func (x *NodeReport) ProtoReflect() protoreflect.Message {
-	mi := &file_edge_v1_edge_proto_msgTypes[13]
+	mi := &file_edge_v1_edge_proto_msgTypes[22]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -772,7 +1272,7 @@ func (x *NodeReport) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use NodeReport.ProtoReflect.Descriptor instead.
 func (*NodeReport) Descriptor() ([]byte, []int) {
-	return file_edge_v1_edge_proto_rawDescGZIP(), []int{13}
+	return file_edge_v1_edge_proto_rawDescGZIP(), []int{22}
 }
 
 func (x *NodeReport) GetName() string {
@@ -835,7 +1335,7 @@ type ForgetEndedRequest struct {
 
 func (x *ForgetEndedRequest) Reset() {
 	*x = ForgetEndedRequest{}
-	mi := &file_edge_v1_edge_proto_msgTypes[14]
+	mi := &file_edge_v1_edge_proto_msgTypes[23]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -847,7 +1347,7 @@ func (x *ForgetEndedRequest) String() string {
 func (*ForgetEndedRequest) ProtoMessage() {}
 
 func (x *ForgetEndedRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_edge_v1_edge_proto_msgTypes[14]
+	mi := &file_edge_v1_edge_proto_msgTypes[23]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -860,7 +1360,7 @@ func (x *ForgetEndedRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ForgetEndedRequest.ProtoReflect.Descriptor instead.
 func (*ForgetEndedRequest) Descriptor() ([]byte, []int) {
-	return file_edge_v1_edge_proto_rawDescGZIP(), []int{14}
+	return file_edge_v1_edge_proto_rawDescGZIP(), []int{23}
 }
 
 func (x *ForgetEndedRequest) GetIds() []string {
@@ -879,7 +1379,7 @@ type ForgetEndedResponse struct {
 
 func (x *ForgetEndedResponse) Reset() {
 	*x = ForgetEndedResponse{}
-	mi := &file_edge_v1_edge_proto_msgTypes[15]
+	mi := &file_edge_v1_edge_proto_msgTypes[24]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -891,7 +1391,7 @@ func (x *ForgetEndedResponse) String() string {
 func (*ForgetEndedResponse) ProtoMessage() {}
 
 func (x *ForgetEndedResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_edge_v1_edge_proto_msgTypes[15]
+	mi := &file_edge_v1_edge_proto_msgTypes[24]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -904,7 +1404,7 @@ func (x *ForgetEndedResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ForgetEndedResponse.ProtoReflect.Descriptor instead.
 func (*ForgetEndedResponse) Descriptor() ([]byte, []int) {
-	return file_edge_v1_edge_proto_rawDescGZIP(), []int{15}
+	return file_edge_v1_edge_proto_rawDescGZIP(), []int{24}
 }
 
 // ImportImageRequest fetches an image.
@@ -918,7 +1418,7 @@ type ImportImageRequest struct {
 
 func (x *ImportImageRequest) Reset() {
 	*x = ImportImageRequest{}
-	mi := &file_edge_v1_edge_proto_msgTypes[16]
+	mi := &file_edge_v1_edge_proto_msgTypes[25]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -930,7 +1430,7 @@ func (x *ImportImageRequest) String() string {
 func (*ImportImageRequest) ProtoMessage() {}
 
 func (x *ImportImageRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_edge_v1_edge_proto_msgTypes[16]
+	mi := &file_edge_v1_edge_proto_msgTypes[25]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -943,7 +1443,7 @@ func (x *ImportImageRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ImportImageRequest.ProtoReflect.Descriptor instead.
 func (*ImportImageRequest) Descriptor() ([]byte, []int) {
-	return file_edge_v1_edge_proto_rawDescGZIP(), []int{16}
+	return file_edge_v1_edge_proto_rawDescGZIP(), []int{25}
 }
 
 func (x *ImportImageRequest) GetRequest() *v1.ImportImageRequest {
@@ -964,7 +1464,7 @@ type BootstrapImageRequest struct {
 
 func (x *BootstrapImageRequest) Reset() {
 	*x = BootstrapImageRequest{}
-	mi := &file_edge_v1_edge_proto_msgTypes[17]
+	mi := &file_edge_v1_edge_proto_msgTypes[26]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -976,7 +1476,7 @@ func (x *BootstrapImageRequest) String() string {
 func (*BootstrapImageRequest) ProtoMessage() {}
 
 func (x *BootstrapImageRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_edge_v1_edge_proto_msgTypes[17]
+	mi := &file_edge_v1_edge_proto_msgTypes[26]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -989,7 +1489,7 @@ func (x *BootstrapImageRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use BootstrapImageRequest.ProtoReflect.Descriptor instead.
 func (*BootstrapImageRequest) Descriptor() ([]byte, []int) {
-	return file_edge_v1_edge_proto_rawDescGZIP(), []int{17}
+	return file_edge_v1_edge_proto_rawDescGZIP(), []int{26}
 }
 
 func (x *BootstrapImageRequest) GetRequest() *v1.BootstrapImageRequest {
@@ -1010,7 +1510,7 @@ type ImportImageResponse struct {
 
 func (x *ImportImageResponse) Reset() {
 	*x = ImportImageResponse{}
-	mi := &file_edge_v1_edge_proto_msgTypes[18]
+	mi := &file_edge_v1_edge_proto_msgTypes[27]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1022,7 +1522,7 @@ func (x *ImportImageResponse) String() string {
 func (*ImportImageResponse) ProtoMessage() {}
 
 func (x *ImportImageResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_edge_v1_edge_proto_msgTypes[18]
+	mi := &file_edge_v1_edge_proto_msgTypes[27]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1035,7 +1535,7 @@ func (x *ImportImageResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ImportImageResponse.ProtoReflect.Descriptor instead.
 func (*ImportImageResponse) Descriptor() ([]byte, []int) {
-	return file_edge_v1_edge_proto_rawDescGZIP(), []int{18}
+	return file_edge_v1_edge_proto_rawDescGZIP(), []int{27}
 }
 
 func (x *ImportImageResponse) GetProgress() *v1.ImportImageResponse {
@@ -1056,7 +1556,7 @@ type DeleteImageRequest struct {
 
 func (x *DeleteImageRequest) Reset() {
 	*x = DeleteImageRequest{}
-	mi := &file_edge_v1_edge_proto_msgTypes[19]
+	mi := &file_edge_v1_edge_proto_msgTypes[28]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1068,7 +1568,7 @@ func (x *DeleteImageRequest) String() string {
 func (*DeleteImageRequest) ProtoMessage() {}
 
 func (x *DeleteImageRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_edge_v1_edge_proto_msgTypes[19]
+	mi := &file_edge_v1_edge_proto_msgTypes[28]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1081,7 +1581,7 @@ func (x *DeleteImageRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use DeleteImageRequest.ProtoReflect.Descriptor instead.
 func (*DeleteImageRequest) Descriptor() ([]byte, []int) {
-	return file_edge_v1_edge_proto_rawDescGZIP(), []int{19}
+	return file_edge_v1_edge_proto_rawDescGZIP(), []int{28}
 }
 
 func (x *DeleteImageRequest) GetDigest() string {
@@ -1100,7 +1600,7 @@ type DeleteImageResponse struct {
 
 func (x *DeleteImageResponse) Reset() {
 	*x = DeleteImageResponse{}
-	mi := &file_edge_v1_edge_proto_msgTypes[20]
+	mi := &file_edge_v1_edge_proto_msgTypes[29]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1112,7 +1612,7 @@ func (x *DeleteImageResponse) String() string {
 func (*DeleteImageResponse) ProtoMessage() {}
 
 func (x *DeleteImageResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_edge_v1_edge_proto_msgTypes[20]
+	mi := &file_edge_v1_edge_proto_msgTypes[29]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1125,7 +1625,7 @@ func (x *DeleteImageResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use DeleteImageResponse.ProtoReflect.Descriptor instead.
 func (*DeleteImageResponse) Descriptor() ([]byte, []int) {
-	return file_edge_v1_edge_proto_rawDescGZIP(), []int{20}
+	return file_edge_v1_edge_proto_rawDescGZIP(), []int{29}
 }
 
 // FindLeaksRequest asks for leaks.
@@ -1141,7 +1641,7 @@ type FindLeaksRequest struct {
 
 func (x *FindLeaksRequest) Reset() {
 	*x = FindLeaksRequest{}
-	mi := &file_edge_v1_edge_proto_msgTypes[21]
+	mi := &file_edge_v1_edge_proto_msgTypes[30]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1153,7 +1653,7 @@ func (x *FindLeaksRequest) String() string {
 func (*FindLeaksRequest) ProtoMessage() {}
 
 func (x *FindLeaksRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_edge_v1_edge_proto_msgTypes[21]
+	mi := &file_edge_v1_edge_proto_msgTypes[30]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1166,7 +1666,7 @@ func (x *FindLeaksRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use FindLeaksRequest.ProtoReflect.Descriptor instead.
 func (*FindLeaksRequest) Descriptor() ([]byte, []int) {
-	return file_edge_v1_edge_proto_rawDescGZIP(), []int{21}
+	return file_edge_v1_edge_proto_rawDescGZIP(), []int{30}
 }
 
 func (x *FindLeaksRequest) GetRepair() bool {
@@ -1194,7 +1694,7 @@ type FindLeaksResponse struct {
 
 func (x *FindLeaksResponse) Reset() {
 	*x = FindLeaksResponse{}
-	mi := &file_edge_v1_edge_proto_msgTypes[22]
+	mi := &file_edge_v1_edge_proto_msgTypes[31]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1206,7 +1706,7 @@ func (x *FindLeaksResponse) String() string {
 func (*FindLeaksResponse) ProtoMessage() {}
 
 func (x *FindLeaksResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_edge_v1_edge_proto_msgTypes[22]
+	mi := &file_edge_v1_edge_proto_msgTypes[31]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1219,7 +1719,7 @@ func (x *FindLeaksResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use FindLeaksResponse.ProtoReflect.Descriptor instead.
 func (*FindLeaksResponse) Descriptor() ([]byte, []int) {
-	return file_edge_v1_edge_proto_rawDescGZIP(), []int{22}
+	return file_edge_v1_edge_proto_rawDescGZIP(), []int{31}
 }
 
 func (x *FindLeaksResponse) GetLeaks() []*v1.Leak {
@@ -1242,7 +1742,7 @@ const file_edge_v1_edge_proto_rawDesc = "" +
 	"\n" +
 	"created_at\x18\x05 \x01(\v2\x1a.google.protobuf.TimestampR\tcreatedAt\"G\n" +
 	"\x15CreateSandboxResponse\x12.\n" +
-	"\x06status\x18\x01 \x01(\v2\x16.edge.v1.SandboxStatusR\x06status\"\xdc\x01\n" +
+	"\x06status\x18\x01 \x01(\v2\x16.edge.v1.SandboxStatusR\x06status\"\xcf\x02\n" +
 	"\rSandboxStatus\x12\x0e\n" +
 	"\x02id\x18\x01 \x01(\tR\x02id\x12(\n" +
 	"\x05state\x18\x02 \x01(\x0e2\x12.opendsec.v1.StateR\x05state\x12\x18\n" +
@@ -1250,7 +1750,36 @@ const file_edge_v1_edge_proto_rawDesc = "" +
 	"\n" +
 	"started_at\x18\x04 \x01(\v2\x1a.google.protobuf.TimestampR\tstartedAt\x12\"\n" +
 	"\x03end\x18\x05 \x01(\v2\x10.opendsec.v1.EndR\x03end\x12\x18\n" +
-	"\aproject\x18\x06 \x01(\tR\aproject\"K\n" +
+	"\aproject\x18\x06 \x01(\tR\aproject\x127\n" +
+	"\tpaused_at\x18\a \x01(\v2\x1a.google.protobuf.TimestampR\bpausedAt\x128\n" +
+	"\n" +
+	"paused_for\x18\b \x01(\v2\x19.google.protobuf.DurationR\tpausedFor\"%\n" +
+	"\x13PauseSandboxRequest\x12\x0e\n" +
+	"\x02id\x18\x01 \x01(\tR\x02id\"F\n" +
+	"\x14PauseSandboxResponse\x12.\n" +
+	"\x06status\x18\x01 \x01(\v2\x16.edge.v1.SandboxStatusR\x06status\"&\n" +
+	"\x14ResumeSandboxRequest\x12\x0e\n" +
+	"\x02id\x18\x01 \x01(\tR\x02id\"G\n" +
+	"\x15ResumeSandboxResponse\x12.\n" +
+	"\x06status\x18\x01 \x01(\v2\x16.edge.v1.SandboxStatusR\x06status\"~\n" +
+	"\x12ForkSandboxRequest\x12\x0e\n" +
+	"\x02id\x18\x01 \x01(\tR\x02id\x12\x1d\n" +
+	"\n" +
+	"files_only\x18\x02 \x01(\bR\tfilesOnly\x129\n" +
+	"\bchildren\x18\x03 \x03(\v2\x1d.edge.v1.CreateSandboxRequestR\bchildren\"D\n" +
+	"\x13ForkSandboxResponse\x12-\n" +
+	"\aresults\x18\x01 \x03(\v2\x13.edge.v1.ForkResultR\aresults\"x\n" +
+	"\n" +
+	"ForkResult\x120\n" +
+	"\x06status\x18\x01 \x01(\v2\x16.edge.v1.SandboxStatusH\x00R\x06status\x12.\n" +
+	"\x05error\x18\x02 \x01(\v2\x16.opendsec.v1.ErrorInfoH\x00R\x05errorB\b\n" +
+	"\x06result\"G\n" +
+	"\x16SnapshotSandboxRequest\x12\x0e\n" +
+	"\x02id\x18\x01 \x01(\tR\x02id\x12\x1d\n" +
+	"\n" +
+	"files_only\x18\x02 \x01(\bR\tfilesOnly\"C\n" +
+	"\x17SnapshotSandboxResponse\x12(\n" +
+	"\x05image\x18\x01 \x01(\v2\x12.opendsec.v1.ImageR\x05image\"K\n" +
 	"\x15DestroySandboxRequest\x12\x0e\n" +
 	"\x02id\x18\x01 \x01(\tR\x02id\x12\"\n" +
 	"\x03end\x18\x02 \x01(\v2\x10.opendsec.v1.EndR\x03end\"H\n" +
@@ -1298,7 +1827,7 @@ const file_edge_v1_edge_proto_rawDesc = "" +
 	"\x06repair\x18\x01 \x01(\bR\x06repair\x12\x1a\n" +
 	"\brecorded\x18\x02 \x03(\tR\brecorded\"<\n" +
 	"\x11FindLeaksResponse\x12'\n" +
-	"\x05leaks\x18\x01 \x03(\v2\x11.opendsec.v1.LeakR\x05leaks2\xa5\x06\n" +
+	"\x05leaks\x18\x01 \x03(\v2\x11.opendsec.v1.LeakR\x05leaks2\xe2\b\n" +
 	"\x04Edge\x12N\n" +
 	"\rCreateSandbox\x12\x1d.edge.v1.CreateSandboxRequest\x1a\x1e.edge.v1.CreateSandboxResponse\x12Q\n" +
 	"\x0eDestroySandbox\x12\x1e.edge.v1.DestroySandboxRequest\x1a\x1f.edge.v1.DestroySandboxResponse\x12K\n" +
@@ -1309,7 +1838,11 @@ const file_edge_v1_edge_proto_rawDesc = "" +
 	"\x05Watch\x12\x15.edge.v1.WatchRequest\x1a\x16.edge.v1.WatchResponse0\x01\x12H\n" +
 	"\vForgetEnded\x12\x1b.edge.v1.ForgetEndedRequest\x1a\x1c.edge.v1.ForgetEndedResponse\x12J\n" +
 	"\vImportImage\x12\x1b.edge.v1.ImportImageRequest\x1a\x1c.edge.v1.ImportImageResponse0\x01\x12P\n" +
-	"\x0eBootstrapImage\x12\x1e.edge.v1.BootstrapImageRequest\x1a\x1c.edge.v1.ImportImageResponse0\x01\x12H\n" +
+	"\x0eBootstrapImage\x12\x1e.edge.v1.BootstrapImageRequest\x1a\x1c.edge.v1.ImportImageResponse0\x01\x12K\n" +
+	"\fPauseSandbox\x12\x1c.edge.v1.PauseSandboxRequest\x1a\x1d.edge.v1.PauseSandboxResponse\x12N\n" +
+	"\rResumeSandbox\x12\x1d.edge.v1.ResumeSandboxRequest\x1a\x1e.edge.v1.ResumeSandboxResponse\x12H\n" +
+	"\vForkSandbox\x12\x1b.edge.v1.ForkSandboxRequest\x1a\x1c.edge.v1.ForkSandboxResponse\x12T\n" +
+	"\x0fSnapshotSandbox\x12\x1f.edge.v1.SnapshotSandboxRequest\x1a .edge.v1.SnapshotSandboxResponse\x12H\n" +
 	"\vDeleteImage\x12\x1b.edge.v1.DeleteImageRequest\x1a\x1c.edge.v1.DeleteImageResponse\x12B\n" +
 	"\tFindLeaks\x12\x19.edge.v1.FindLeaksRequest\x1a\x1a.edge.v1.FindLeaksResponseB5Z3github.com/kernflux/opendsec/api/gen/edge/v1;edgev1b\x06proto3"
 
@@ -1325,91 +1858,119 @@ func file_edge_v1_edge_proto_rawDescGZIP() []byte {
 	return file_edge_v1_edge_proto_rawDescData
 }
 
-var file_edge_v1_edge_proto_msgTypes = make([]protoimpl.MessageInfo, 23)
+var file_edge_v1_edge_proto_msgTypes = make([]protoimpl.MessageInfo, 32)
 var file_edge_v1_edge_proto_goTypes = []any{
 	(*CreateSandboxRequest)(nil),     // 0: edge.v1.CreateSandboxRequest
 	(*CreateSandboxResponse)(nil),    // 1: edge.v1.CreateSandboxResponse
 	(*SandboxStatus)(nil),            // 2: edge.v1.SandboxStatus
-	(*DestroySandboxRequest)(nil),    // 3: edge.v1.DestroySandboxRequest
-	(*DestroySandboxResponse)(nil),   // 4: edge.v1.DestroySandboxResponse
-	(*SetDeadlinesRequest)(nil),      // 5: edge.v1.SetDeadlinesRequest
-	(*SetDeadlinesResponse)(nil),     // 6: edge.v1.SetDeadlinesResponse
-	(*TouchRequest)(nil),             // 7: edge.v1.TouchRequest
-	(*TouchResponse)(nil),            // 8: edge.v1.TouchResponse
-	(*GetMetricsRequest)(nil),        // 9: edge.v1.GetMetricsRequest
-	(*GetMetricsResponse)(nil),       // 10: edge.v1.GetMetricsResponse
-	(*WatchRequest)(nil),             // 11: edge.v1.WatchRequest
-	(*WatchResponse)(nil),            // 12: edge.v1.WatchResponse
-	(*NodeReport)(nil),               // 13: edge.v1.NodeReport
-	(*ForgetEndedRequest)(nil),       // 14: edge.v1.ForgetEndedRequest
-	(*ForgetEndedResponse)(nil),      // 15: edge.v1.ForgetEndedResponse
-	(*ImportImageRequest)(nil),       // 16: edge.v1.ImportImageRequest
-	(*BootstrapImageRequest)(nil),    // 17: edge.v1.BootstrapImageRequest
-	(*ImportImageResponse)(nil),      // 18: edge.v1.ImportImageResponse
-	(*DeleteImageRequest)(nil),       // 19: edge.v1.DeleteImageRequest
-	(*DeleteImageResponse)(nil),      // 20: edge.v1.DeleteImageResponse
-	(*FindLeaksRequest)(nil),         // 21: edge.v1.FindLeaksRequest
-	(*FindLeaksResponse)(nil),        // 22: edge.v1.FindLeaksResponse
-	(*v1.SandboxSpec)(nil),           // 23: opendsec.v1.SandboxSpec
-	(*timestamppb.Timestamp)(nil),    // 24: google.protobuf.Timestamp
-	(v1.State)(0),                    // 25: opendsec.v1.State
-	(*v1.End)(nil),                   // 26: opendsec.v1.End
-	(*durationpb.Duration)(nil),      // 27: google.protobuf.Duration
-	(*v1.Metrics)(nil),               // 28: opendsec.v1.Metrics
-	(*v1.NodeBackend)(nil),           // 29: opendsec.v1.NodeBackend
-	(*v1.Resources)(nil),             // 30: opendsec.v1.Resources
-	(*v1.ImportImageRequest)(nil),    // 31: opendsec.v1.ImportImageRequest
-	(*v1.BootstrapImageRequest)(nil), // 32: opendsec.v1.BootstrapImageRequest
-	(*v1.ImportImageResponse)(nil),   // 33: opendsec.v1.ImportImageResponse
-	(*v1.Leak)(nil),                  // 34: opendsec.v1.Leak
+	(*PauseSandboxRequest)(nil),      // 3: edge.v1.PauseSandboxRequest
+	(*PauseSandboxResponse)(nil),     // 4: edge.v1.PauseSandboxResponse
+	(*ResumeSandboxRequest)(nil),     // 5: edge.v1.ResumeSandboxRequest
+	(*ResumeSandboxResponse)(nil),    // 6: edge.v1.ResumeSandboxResponse
+	(*ForkSandboxRequest)(nil),       // 7: edge.v1.ForkSandboxRequest
+	(*ForkSandboxResponse)(nil),      // 8: edge.v1.ForkSandboxResponse
+	(*ForkResult)(nil),               // 9: edge.v1.ForkResult
+	(*SnapshotSandboxRequest)(nil),   // 10: edge.v1.SnapshotSandboxRequest
+	(*SnapshotSandboxResponse)(nil),  // 11: edge.v1.SnapshotSandboxResponse
+	(*DestroySandboxRequest)(nil),    // 12: edge.v1.DestroySandboxRequest
+	(*DestroySandboxResponse)(nil),   // 13: edge.v1.DestroySandboxResponse
+	(*SetDeadlinesRequest)(nil),      // 14: edge.v1.SetDeadlinesRequest
+	(*SetDeadlinesResponse)(nil),     // 15: edge.v1.SetDeadlinesResponse
+	(*TouchRequest)(nil),             // 16: edge.v1.TouchRequest
+	(*TouchResponse)(nil),            // 17: edge.v1.TouchResponse
+	(*GetMetricsRequest)(nil),        // 18: edge.v1.GetMetricsRequest
+	(*GetMetricsResponse)(nil),       // 19: edge.v1.GetMetricsResponse
+	(*WatchRequest)(nil),             // 20: edge.v1.WatchRequest
+	(*WatchResponse)(nil),            // 21: edge.v1.WatchResponse
+	(*NodeReport)(nil),               // 22: edge.v1.NodeReport
+	(*ForgetEndedRequest)(nil),       // 23: edge.v1.ForgetEndedRequest
+	(*ForgetEndedResponse)(nil),      // 24: edge.v1.ForgetEndedResponse
+	(*ImportImageRequest)(nil),       // 25: edge.v1.ImportImageRequest
+	(*BootstrapImageRequest)(nil),    // 26: edge.v1.BootstrapImageRequest
+	(*ImportImageResponse)(nil),      // 27: edge.v1.ImportImageResponse
+	(*DeleteImageRequest)(nil),       // 28: edge.v1.DeleteImageRequest
+	(*DeleteImageResponse)(nil),      // 29: edge.v1.DeleteImageResponse
+	(*FindLeaksRequest)(nil),         // 30: edge.v1.FindLeaksRequest
+	(*FindLeaksResponse)(nil),        // 31: edge.v1.FindLeaksResponse
+	(*v1.SandboxSpec)(nil),           // 32: opendsec.v1.SandboxSpec
+	(*timestamppb.Timestamp)(nil),    // 33: google.protobuf.Timestamp
+	(v1.State)(0),                    // 34: opendsec.v1.State
+	(*v1.End)(nil),                   // 35: opendsec.v1.End
+	(*durationpb.Duration)(nil),      // 36: google.protobuf.Duration
+	(*v1.ErrorInfo)(nil),             // 37: opendsec.v1.ErrorInfo
+	(*v1.Image)(nil),                 // 38: opendsec.v1.Image
+	(*v1.Metrics)(nil),               // 39: opendsec.v1.Metrics
+	(*v1.NodeBackend)(nil),           // 40: opendsec.v1.NodeBackend
+	(*v1.Resources)(nil),             // 41: opendsec.v1.Resources
+	(*v1.ImportImageRequest)(nil),    // 42: opendsec.v1.ImportImageRequest
+	(*v1.BootstrapImageRequest)(nil), // 43: opendsec.v1.BootstrapImageRequest
+	(*v1.ImportImageResponse)(nil),   // 44: opendsec.v1.ImportImageResponse
+	(*v1.Leak)(nil),                  // 45: opendsec.v1.Leak
 }
 var file_edge_v1_edge_proto_depIdxs = []int32{
-	23, // 0: edge.v1.CreateSandboxRequest.spec:type_name -> opendsec.v1.SandboxSpec
-	24, // 1: edge.v1.CreateSandboxRequest.created_at:type_name -> google.protobuf.Timestamp
+	32, // 0: edge.v1.CreateSandboxRequest.spec:type_name -> opendsec.v1.SandboxSpec
+	33, // 1: edge.v1.CreateSandboxRequest.created_at:type_name -> google.protobuf.Timestamp
 	2,  // 2: edge.v1.CreateSandboxResponse.status:type_name -> edge.v1.SandboxStatus
-	25, // 3: edge.v1.SandboxStatus.state:type_name -> opendsec.v1.State
-	24, // 4: edge.v1.SandboxStatus.started_at:type_name -> google.protobuf.Timestamp
-	26, // 5: edge.v1.SandboxStatus.end:type_name -> opendsec.v1.End
-	26, // 6: edge.v1.DestroySandboxRequest.end:type_name -> opendsec.v1.End
-	2,  // 7: edge.v1.DestroySandboxResponse.status:type_name -> edge.v1.SandboxStatus
-	27, // 8: edge.v1.SetDeadlinesRequest.ttl_running_stop:type_name -> google.protobuf.Duration
-	27, // 9: edge.v1.SetDeadlinesRequest.ttl_lifetime:type_name -> google.protobuf.Duration
-	28, // 10: edge.v1.GetMetricsResponse.metrics:type_name -> opendsec.v1.Metrics
-	13, // 11: edge.v1.WatchResponse.node:type_name -> edge.v1.NodeReport
-	2,  // 12: edge.v1.WatchResponse.sandboxes:type_name -> edge.v1.SandboxStatus
-	29, // 13: edge.v1.NodeReport.backends:type_name -> opendsec.v1.NodeBackend
-	30, // 14: edge.v1.NodeReport.capacity:type_name -> opendsec.v1.Resources
-	31, // 15: edge.v1.ImportImageRequest.request:type_name -> opendsec.v1.ImportImageRequest
-	32, // 16: edge.v1.BootstrapImageRequest.request:type_name -> opendsec.v1.BootstrapImageRequest
-	33, // 17: edge.v1.ImportImageResponse.progress:type_name -> opendsec.v1.ImportImageResponse
-	34, // 18: edge.v1.FindLeaksResponse.leaks:type_name -> opendsec.v1.Leak
-	0,  // 19: edge.v1.Edge.CreateSandbox:input_type -> edge.v1.CreateSandboxRequest
-	3,  // 20: edge.v1.Edge.DestroySandbox:input_type -> edge.v1.DestroySandboxRequest
-	5,  // 21: edge.v1.Edge.SetDeadlines:input_type -> edge.v1.SetDeadlinesRequest
-	7,  // 22: edge.v1.Edge.Touch:input_type -> edge.v1.TouchRequest
-	9,  // 23: edge.v1.Edge.GetMetrics:input_type -> edge.v1.GetMetricsRequest
-	11, // 24: edge.v1.Edge.Watch:input_type -> edge.v1.WatchRequest
-	14, // 25: edge.v1.Edge.ForgetEnded:input_type -> edge.v1.ForgetEndedRequest
-	16, // 26: edge.v1.Edge.ImportImage:input_type -> edge.v1.ImportImageRequest
-	17, // 27: edge.v1.Edge.BootstrapImage:input_type -> edge.v1.BootstrapImageRequest
-	19, // 28: edge.v1.Edge.DeleteImage:input_type -> edge.v1.DeleteImageRequest
-	21, // 29: edge.v1.Edge.FindLeaks:input_type -> edge.v1.FindLeaksRequest
-	1,  // 30: edge.v1.Edge.CreateSandbox:output_type -> edge.v1.CreateSandboxResponse
-	4,  // 31: edge.v1.Edge.DestroySandbox:output_type -> edge.v1.DestroySandboxResponse
-	6,  // 32: edge.v1.Edge.SetDeadlines:output_type -> edge.v1.SetDeadlinesResponse
-	8,  // 33: edge.v1.Edge.Touch:output_type -> edge.v1.TouchResponse
-	10, // 34: edge.v1.Edge.GetMetrics:output_type -> edge.v1.GetMetricsResponse
-	12, // 35: edge.v1.Edge.Watch:output_type -> edge.v1.WatchResponse
-	15, // 36: edge.v1.Edge.ForgetEnded:output_type -> edge.v1.ForgetEndedResponse
-	18, // 37: edge.v1.Edge.ImportImage:output_type -> edge.v1.ImportImageResponse
-	18, // 38: edge.v1.Edge.BootstrapImage:output_type -> edge.v1.ImportImageResponse
-	20, // 39: edge.v1.Edge.DeleteImage:output_type -> edge.v1.DeleteImageResponse
-	22, // 40: edge.v1.Edge.FindLeaks:output_type -> edge.v1.FindLeaksResponse
-	30, // [30:41] is the sub-list for method output_type
-	19, // [19:30] is the sub-list for method input_type
-	19, // [19:19] is the sub-list for extension type_name
-	19, // [19:19] is the sub-list for extension extendee
-	0,  // [0:19] is the sub-list for field type_name
+	34, // 3: edge.v1.SandboxStatus.state:type_name -> opendsec.v1.State
+	33, // 4: edge.v1.SandboxStatus.started_at:type_name -> google.protobuf.Timestamp
+	35, // 5: edge.v1.SandboxStatus.end:type_name -> opendsec.v1.End
+	33, // 6: edge.v1.SandboxStatus.paused_at:type_name -> google.protobuf.Timestamp
+	36, // 7: edge.v1.SandboxStatus.paused_for:type_name -> google.protobuf.Duration
+	2,  // 8: edge.v1.PauseSandboxResponse.status:type_name -> edge.v1.SandboxStatus
+	2,  // 9: edge.v1.ResumeSandboxResponse.status:type_name -> edge.v1.SandboxStatus
+	0,  // 10: edge.v1.ForkSandboxRequest.children:type_name -> edge.v1.CreateSandboxRequest
+	9,  // 11: edge.v1.ForkSandboxResponse.results:type_name -> edge.v1.ForkResult
+	2,  // 12: edge.v1.ForkResult.status:type_name -> edge.v1.SandboxStatus
+	37, // 13: edge.v1.ForkResult.error:type_name -> opendsec.v1.ErrorInfo
+	38, // 14: edge.v1.SnapshotSandboxResponse.image:type_name -> opendsec.v1.Image
+	35, // 15: edge.v1.DestroySandboxRequest.end:type_name -> opendsec.v1.End
+	2,  // 16: edge.v1.DestroySandboxResponse.status:type_name -> edge.v1.SandboxStatus
+	36, // 17: edge.v1.SetDeadlinesRequest.ttl_running_stop:type_name -> google.protobuf.Duration
+	36, // 18: edge.v1.SetDeadlinesRequest.ttl_lifetime:type_name -> google.protobuf.Duration
+	39, // 19: edge.v1.GetMetricsResponse.metrics:type_name -> opendsec.v1.Metrics
+	22, // 20: edge.v1.WatchResponse.node:type_name -> edge.v1.NodeReport
+	2,  // 21: edge.v1.WatchResponse.sandboxes:type_name -> edge.v1.SandboxStatus
+	40, // 22: edge.v1.NodeReport.backends:type_name -> opendsec.v1.NodeBackend
+	41, // 23: edge.v1.NodeReport.capacity:type_name -> opendsec.v1.Resources
+	42, // 24: edge.v1.ImportImageRequest.request:type_name -> opendsec.v1.ImportImageRequest
+	43, // 25: edge.v1.BootstrapImageRequest.request:type_name -> opendsec.v1.BootstrapImageRequest
+	44, // 26: edge.v1.ImportImageResponse.progress:type_name -> opendsec.v1.ImportImageResponse
+	45, // 27: edge.v1.FindLeaksResponse.leaks:type_name -> opendsec.v1.Leak
+	0,  // 28: edge.v1.Edge.CreateSandbox:input_type -> edge.v1.CreateSandboxRequest
+	12, // 29: edge.v1.Edge.DestroySandbox:input_type -> edge.v1.DestroySandboxRequest
+	14, // 30: edge.v1.Edge.SetDeadlines:input_type -> edge.v1.SetDeadlinesRequest
+	16, // 31: edge.v1.Edge.Touch:input_type -> edge.v1.TouchRequest
+	18, // 32: edge.v1.Edge.GetMetrics:input_type -> edge.v1.GetMetricsRequest
+	20, // 33: edge.v1.Edge.Watch:input_type -> edge.v1.WatchRequest
+	23, // 34: edge.v1.Edge.ForgetEnded:input_type -> edge.v1.ForgetEndedRequest
+	25, // 35: edge.v1.Edge.ImportImage:input_type -> edge.v1.ImportImageRequest
+	26, // 36: edge.v1.Edge.BootstrapImage:input_type -> edge.v1.BootstrapImageRequest
+	3,  // 37: edge.v1.Edge.PauseSandbox:input_type -> edge.v1.PauseSandboxRequest
+	5,  // 38: edge.v1.Edge.ResumeSandbox:input_type -> edge.v1.ResumeSandboxRequest
+	7,  // 39: edge.v1.Edge.ForkSandbox:input_type -> edge.v1.ForkSandboxRequest
+	10, // 40: edge.v1.Edge.SnapshotSandbox:input_type -> edge.v1.SnapshotSandboxRequest
+	28, // 41: edge.v1.Edge.DeleteImage:input_type -> edge.v1.DeleteImageRequest
+	30, // 42: edge.v1.Edge.FindLeaks:input_type -> edge.v1.FindLeaksRequest
+	1,  // 43: edge.v1.Edge.CreateSandbox:output_type -> edge.v1.CreateSandboxResponse
+	13, // 44: edge.v1.Edge.DestroySandbox:output_type -> edge.v1.DestroySandboxResponse
+	15, // 45: edge.v1.Edge.SetDeadlines:output_type -> edge.v1.SetDeadlinesResponse
+	17, // 46: edge.v1.Edge.Touch:output_type -> edge.v1.TouchResponse
+	19, // 47: edge.v1.Edge.GetMetrics:output_type -> edge.v1.GetMetricsResponse
+	21, // 48: edge.v1.Edge.Watch:output_type -> edge.v1.WatchResponse
+	24, // 49: edge.v1.Edge.ForgetEnded:output_type -> edge.v1.ForgetEndedResponse
+	27, // 50: edge.v1.Edge.ImportImage:output_type -> edge.v1.ImportImageResponse
+	27, // 51: edge.v1.Edge.BootstrapImage:output_type -> edge.v1.ImportImageResponse
+	4,  // 52: edge.v1.Edge.PauseSandbox:output_type -> edge.v1.PauseSandboxResponse
+	6,  // 53: edge.v1.Edge.ResumeSandbox:output_type -> edge.v1.ResumeSandboxResponse
+	8,  // 54: edge.v1.Edge.ForkSandbox:output_type -> edge.v1.ForkSandboxResponse
+	11, // 55: edge.v1.Edge.SnapshotSandbox:output_type -> edge.v1.SnapshotSandboxResponse
+	29, // 56: edge.v1.Edge.DeleteImage:output_type -> edge.v1.DeleteImageResponse
+	31, // 57: edge.v1.Edge.FindLeaks:output_type -> edge.v1.FindLeaksResponse
+	43, // [43:58] is the sub-list for method output_type
+	28, // [28:43] is the sub-list for method input_type
+	28, // [28:28] is the sub-list for extension type_name
+	28, // [28:28] is the sub-list for extension extendee
+	0,  // [0:28] is the sub-list for field type_name
 }
 
 func init() { file_edge_v1_edge_proto_init() }
@@ -1417,13 +1978,17 @@ func file_edge_v1_edge_proto_init() {
 	if File_edge_v1_edge_proto != nil {
 		return
 	}
+	file_edge_v1_edge_proto_msgTypes[9].OneofWrappers = []any{
+		(*ForkResult_Status)(nil),
+		(*ForkResult_Error)(nil),
+	}
 	type x struct{}
 	out := protoimpl.TypeBuilder{
 		File: protoimpl.DescBuilder{
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_edge_v1_edge_proto_rawDesc), len(file_edge_v1_edge_proto_rawDesc)),
 			NumEnums:      0,
-			NumMessages:   23,
+			NumMessages:   32,
 			NumExtensions: 0,
 			NumServices:   1,
 		},

@@ -29,7 +29,8 @@ type Image struct {
 	Name string `protobuf:"bytes,1,opt,name=name,proto3" json:"name,omitempty"`
 	// Digest of its content, "sha256:…".
 	Digest string `protobuf:"bytes,2,opt,name=digest,proto3" json:"digest,omitempty"`
-	// "oci" for a plain image.
+	// "oci" for a plain image, "files" for one packed from a sandbox's files,
+	// "memory" for a snapshot with memory, which runs on one backend only.
 	Kind string `protobuf:"bytes,3,opt,name=kind,proto3" json:"kind,omitempty"`
 	// Size of the artifact on a node, in bytes.
 	Size int64 `protobuf:"varint,4,opt,name=size,proto3" json:"size,omitempty"`
@@ -40,7 +41,9 @@ type Image struct {
 	// "amd64".
 	Architecture string `protobuf:"bytes,7,opt,name=architecture,proto3" json:"architecture,omitempty"`
 	// What its configuration says.
-	Config        *ImageConfig `protobuf:"bytes,8,opt,name=config,proto3" json:"config,omitempty"`
+	Config *ImageConfig `protobuf:"bytes,8,opt,name=config,proto3" json:"config,omitempty"`
+	// What a start of it needs; only for a snapshot with memory.
+	Snapshot      *SnapshotInfo `protobuf:"bytes,9,opt,name=snapshot,proto3" json:"snapshot,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -131,6 +134,150 @@ func (x *Image) GetConfig() *ImageConfig {
 	return nil
 }
 
+func (x *Image) GetSnapshot() *SnapshotInfo {
+	if x != nil {
+		return x.Snapshot
+	}
+	return nil
+}
+
+// SnapshotInfo says what a snapshot with memory was taken of, and so what a
+// node and a start must be like.
+type SnapshotInfo struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// The backend that can start it.
+	Backend string `protobuf:"bytes,1,opt,name=backend,proto3" json:"backend,omitempty"`
+	// How that backend makes its machines, such as "systrap".
+	Virtualization string `protobuf:"bytes,2,opt,name=virtualization,proto3" json:"virtualization,omitempty"`
+	// Version of the kernel or monitor, with its patches.
+	Runtime string `protobuf:"bytes,3,opt,name=runtime,proto3" json:"runtime,omitempty"`
+	// The host's kernel where it was taken; for information.
+	Kernel string `protobuf:"bytes,4,opt,name=kernel,proto3" json:"kernel,omitempty"`
+	// CPU features that a node must have.
+	CpuFeatures []string `protobuf:"bytes,5,rep,name=cpu_features,json=cpuFeatures,proto3" json:"cpu_features,omitempty"`
+	// The agent in it.
+	Agent string `protobuf:"bytes,6,opt,name=agent,proto3" json:"agent,omitempty"`
+	// Its machine's limits, which a start has too.
+	CpuCoresLimit float64 `protobuf:"fixed64,7,opt,name=cpu_cores_limit,json=cpuCoresLimit,proto3" json:"cpu_cores_limit,omitempty"`
+	// Memory in MiB.
+	MemoryLimitMb int64 `protobuf:"varint,8,opt,name=memory_limit_mb,json=memoryLimitMb,proto3" json:"memory_limit_mb,omitempty"`
+	// What may be written to the file system, in MiB.
+	DiskLimitMb int64 `protobuf:"varint,9,opt,name=disk_limit_mb,json=diskLimitMb,proto3" json:"disk_limit_mb,omitempty"`
+	// Processes and threads.
+	PidsLimit int64 `protobuf:"varint,10,opt,name=pids_limit,json=pidsLimit,proto3" json:"pids_limit,omitempty"`
+	// Nodes that have it; it starts on these only.
+	Nodes         []string `protobuf:"bytes,11,rep,name=nodes,proto3" json:"nodes,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *SnapshotInfo) Reset() {
+	*x = SnapshotInfo{}
+	mi := &file_opendsec_v1_image_proto_msgTypes[1]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *SnapshotInfo) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*SnapshotInfo) ProtoMessage() {}
+
+func (x *SnapshotInfo) ProtoReflect() protoreflect.Message {
+	mi := &file_opendsec_v1_image_proto_msgTypes[1]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use SnapshotInfo.ProtoReflect.Descriptor instead.
+func (*SnapshotInfo) Descriptor() ([]byte, []int) {
+	return file_opendsec_v1_image_proto_rawDescGZIP(), []int{1}
+}
+
+func (x *SnapshotInfo) GetBackend() string {
+	if x != nil {
+		return x.Backend
+	}
+	return ""
+}
+
+func (x *SnapshotInfo) GetVirtualization() string {
+	if x != nil {
+		return x.Virtualization
+	}
+	return ""
+}
+
+func (x *SnapshotInfo) GetRuntime() string {
+	if x != nil {
+		return x.Runtime
+	}
+	return ""
+}
+
+func (x *SnapshotInfo) GetKernel() string {
+	if x != nil {
+		return x.Kernel
+	}
+	return ""
+}
+
+func (x *SnapshotInfo) GetCpuFeatures() []string {
+	if x != nil {
+		return x.CpuFeatures
+	}
+	return nil
+}
+
+func (x *SnapshotInfo) GetAgent() string {
+	if x != nil {
+		return x.Agent
+	}
+	return ""
+}
+
+func (x *SnapshotInfo) GetCpuCoresLimit() float64 {
+	if x != nil {
+		return x.CpuCoresLimit
+	}
+	return 0
+}
+
+func (x *SnapshotInfo) GetMemoryLimitMb() int64 {
+	if x != nil {
+		return x.MemoryLimitMb
+	}
+	return 0
+}
+
+func (x *SnapshotInfo) GetDiskLimitMb() int64 {
+	if x != nil {
+		return x.DiskLimitMb
+	}
+	return 0
+}
+
+func (x *SnapshotInfo) GetPidsLimit() int64 {
+	if x != nil {
+		return x.PidsLimit
+	}
+	return 0
+}
+
+func (x *SnapshotInfo) GetNodes() []string {
+	if x != nil {
+		return x.Nodes
+	}
+	return nil
+}
+
 // ImageConfig is the part of an OCI configuration that processes get.
 type ImageConfig struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
@@ -152,7 +299,7 @@ type ImageConfig struct {
 
 func (x *ImageConfig) Reset() {
 	*x = ImageConfig{}
-	mi := &file_opendsec_v1_image_proto_msgTypes[1]
+	mi := &file_opendsec_v1_image_proto_msgTypes[2]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -164,7 +311,7 @@ func (x *ImageConfig) String() string {
 func (*ImageConfig) ProtoMessage() {}
 
 func (x *ImageConfig) ProtoReflect() protoreflect.Message {
-	mi := &file_opendsec_v1_image_proto_msgTypes[1]
+	mi := &file_opendsec_v1_image_proto_msgTypes[2]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -177,7 +324,7 @@ func (x *ImageConfig) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ImageConfig.ProtoReflect.Descriptor instead.
 func (*ImageConfig) Descriptor() ([]byte, []int) {
-	return file_opendsec_v1_image_proto_rawDescGZIP(), []int{1}
+	return file_opendsec_v1_image_proto_rawDescGZIP(), []int{2}
 }
 
 func (x *ImageConfig) GetEnv() []string {
@@ -245,7 +392,7 @@ type ImportImageRequest struct {
 
 func (x *ImportImageRequest) Reset() {
 	*x = ImportImageRequest{}
-	mi := &file_opendsec_v1_image_proto_msgTypes[2]
+	mi := &file_opendsec_v1_image_proto_msgTypes[3]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -257,7 +404,7 @@ func (x *ImportImageRequest) String() string {
 func (*ImportImageRequest) ProtoMessage() {}
 
 func (x *ImportImageRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_opendsec_v1_image_proto_msgTypes[2]
+	mi := &file_opendsec_v1_image_proto_msgTypes[3]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -270,7 +417,7 @@ func (x *ImportImageRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ImportImageRequest.ProtoReflect.Descriptor instead.
 func (*ImportImageRequest) Descriptor() ([]byte, []int) {
-	return file_opendsec_v1_image_proto_rawDescGZIP(), []int{2}
+	return file_opendsec_v1_image_proto_rawDescGZIP(), []int{3}
 }
 
 func (x *ImportImageRequest) GetSource() string {
@@ -328,7 +475,7 @@ type RegistryAuth struct {
 
 func (x *RegistryAuth) Reset() {
 	*x = RegistryAuth{}
-	mi := &file_opendsec_v1_image_proto_msgTypes[3]
+	mi := &file_opendsec_v1_image_proto_msgTypes[4]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -340,7 +487,7 @@ func (x *RegistryAuth) String() string {
 func (*RegistryAuth) ProtoMessage() {}
 
 func (x *RegistryAuth) ProtoReflect() protoreflect.Message {
-	mi := &file_opendsec_v1_image_proto_msgTypes[3]
+	mi := &file_opendsec_v1_image_proto_msgTypes[4]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -353,7 +500,7 @@ func (x *RegistryAuth) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use RegistryAuth.ProtoReflect.Descriptor instead.
 func (*RegistryAuth) Descriptor() ([]byte, []int) {
-	return file_opendsec_v1_image_proto_rawDescGZIP(), []int{3}
+	return file_opendsec_v1_image_proto_rawDescGZIP(), []int{4}
 }
 
 func (x *RegistryAuth) GetUsername() string {
@@ -385,7 +532,7 @@ type BootstrapImageRequest struct {
 
 func (x *BootstrapImageRequest) Reset() {
 	*x = BootstrapImageRequest{}
-	mi := &file_opendsec_v1_image_proto_msgTypes[4]
+	mi := &file_opendsec_v1_image_proto_msgTypes[5]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -397,7 +544,7 @@ func (x *BootstrapImageRequest) String() string {
 func (*BootstrapImageRequest) ProtoMessage() {}
 
 func (x *BootstrapImageRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_opendsec_v1_image_proto_msgTypes[4]
+	mi := &file_opendsec_v1_image_proto_msgTypes[5]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -410,7 +557,7 @@ func (x *BootstrapImageRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use BootstrapImageRequest.ProtoReflect.Descriptor instead.
 func (*BootstrapImageRequest) Descriptor() ([]byte, []int) {
-	return file_opendsec_v1_image_proto_rawDescGZIP(), []int{4}
+	return file_opendsec_v1_image_proto_rawDescGZIP(), []int{5}
 }
 
 func (x *BootstrapImageRequest) GetDistribution() string {
@@ -453,7 +600,7 @@ type ImportImageResponse struct {
 
 func (x *ImportImageResponse) Reset() {
 	*x = ImportImageResponse{}
-	mi := &file_opendsec_v1_image_proto_msgTypes[5]
+	mi := &file_opendsec_v1_image_proto_msgTypes[6]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -465,7 +612,7 @@ func (x *ImportImageResponse) String() string {
 func (*ImportImageResponse) ProtoMessage() {}
 
 func (x *ImportImageResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_opendsec_v1_image_proto_msgTypes[5]
+	mi := &file_opendsec_v1_image_proto_msgTypes[6]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -478,7 +625,7 @@ func (x *ImportImageResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ImportImageResponse.ProtoReflect.Descriptor instead.
 func (*ImportImageResponse) Descriptor() ([]byte, []int) {
-	return file_opendsec_v1_image_proto_rawDescGZIP(), []int{5}
+	return file_opendsec_v1_image_proto_rawDescGZIP(), []int{6}
 }
 
 func (x *ImportImageResponse) GetStep() string {
@@ -527,7 +674,7 @@ type ListImagesRequest struct {
 
 func (x *ListImagesRequest) Reset() {
 	*x = ListImagesRequest{}
-	mi := &file_opendsec_v1_image_proto_msgTypes[6]
+	mi := &file_opendsec_v1_image_proto_msgTypes[7]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -539,7 +686,7 @@ func (x *ListImagesRequest) String() string {
 func (*ListImagesRequest) ProtoMessage() {}
 
 func (x *ListImagesRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_opendsec_v1_image_proto_msgTypes[6]
+	mi := &file_opendsec_v1_image_proto_msgTypes[7]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -552,7 +699,7 @@ func (x *ListImagesRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ListImagesRequest.ProtoReflect.Descriptor instead.
 func (*ListImagesRequest) Descriptor() ([]byte, []int) {
-	return file_opendsec_v1_image_proto_rawDescGZIP(), []int{6}
+	return file_opendsec_v1_image_proto_rawDescGZIP(), []int{7}
 }
 
 func (x *ListImagesRequest) GetProject() string {
@@ -573,7 +720,7 @@ type ListImagesResponse struct {
 
 func (x *ListImagesResponse) Reset() {
 	*x = ListImagesResponse{}
-	mi := &file_opendsec_v1_image_proto_msgTypes[7]
+	mi := &file_opendsec_v1_image_proto_msgTypes[8]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -585,7 +732,7 @@ func (x *ListImagesResponse) String() string {
 func (*ListImagesResponse) ProtoMessage() {}
 
 func (x *ListImagesResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_opendsec_v1_image_proto_msgTypes[7]
+	mi := &file_opendsec_v1_image_proto_msgTypes[8]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -598,7 +745,7 @@ func (x *ListImagesResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ListImagesResponse.ProtoReflect.Descriptor instead.
 func (*ListImagesResponse) Descriptor() ([]byte, []int) {
-	return file_opendsec_v1_image_proto_rawDescGZIP(), []int{7}
+	return file_opendsec_v1_image_proto_rawDescGZIP(), []int{8}
 }
 
 func (x *ListImagesResponse) GetImages() []*Image {
@@ -619,7 +766,7 @@ type GetImageRequest struct {
 
 func (x *GetImageRequest) Reset() {
 	*x = GetImageRequest{}
-	mi := &file_opendsec_v1_image_proto_msgTypes[8]
+	mi := &file_opendsec_v1_image_proto_msgTypes[9]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -631,7 +778,7 @@ func (x *GetImageRequest) String() string {
 func (*GetImageRequest) ProtoMessage() {}
 
 func (x *GetImageRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_opendsec_v1_image_proto_msgTypes[8]
+	mi := &file_opendsec_v1_image_proto_msgTypes[9]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -644,7 +791,7 @@ func (x *GetImageRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use GetImageRequest.ProtoReflect.Descriptor instead.
 func (*GetImageRequest) Descriptor() ([]byte, []int) {
-	return file_opendsec_v1_image_proto_rawDescGZIP(), []int{8}
+	return file_opendsec_v1_image_proto_rawDescGZIP(), []int{9}
 }
 
 func (x *GetImageRequest) GetName() string {
@@ -665,7 +812,7 @@ type GetImageResponse struct {
 
 func (x *GetImageResponse) Reset() {
 	*x = GetImageResponse{}
-	mi := &file_opendsec_v1_image_proto_msgTypes[9]
+	mi := &file_opendsec_v1_image_proto_msgTypes[10]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -677,7 +824,7 @@ func (x *GetImageResponse) String() string {
 func (*GetImageResponse) ProtoMessage() {}
 
 func (x *GetImageResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_opendsec_v1_image_proto_msgTypes[9]
+	mi := &file_opendsec_v1_image_proto_msgTypes[10]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -690,7 +837,7 @@ func (x *GetImageResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use GetImageResponse.ProtoReflect.Descriptor instead.
 func (*GetImageResponse) Descriptor() ([]byte, []int) {
-	return file_opendsec_v1_image_proto_rawDescGZIP(), []int{9}
+	return file_opendsec_v1_image_proto_rawDescGZIP(), []int{10}
 }
 
 func (x *GetImageResponse) GetImage() *Image {
@@ -713,7 +860,7 @@ type TagImageRequest struct {
 
 func (x *TagImageRequest) Reset() {
 	*x = TagImageRequest{}
-	mi := &file_opendsec_v1_image_proto_msgTypes[10]
+	mi := &file_opendsec_v1_image_proto_msgTypes[11]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -725,7 +872,7 @@ func (x *TagImageRequest) String() string {
 func (*TagImageRequest) ProtoMessage() {}
 
 func (x *TagImageRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_opendsec_v1_image_proto_msgTypes[10]
+	mi := &file_opendsec_v1_image_proto_msgTypes[11]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -738,7 +885,7 @@ func (x *TagImageRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use TagImageRequest.ProtoReflect.Descriptor instead.
 func (*TagImageRequest) Descriptor() ([]byte, []int) {
-	return file_opendsec_v1_image_proto_rawDescGZIP(), []int{10}
+	return file_opendsec_v1_image_proto_rawDescGZIP(), []int{11}
 }
 
 func (x *TagImageRequest) GetName() string {
@@ -766,7 +913,7 @@ type TagImageResponse struct {
 
 func (x *TagImageResponse) Reset() {
 	*x = TagImageResponse{}
-	mi := &file_opendsec_v1_image_proto_msgTypes[11]
+	mi := &file_opendsec_v1_image_proto_msgTypes[12]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -778,7 +925,7 @@ func (x *TagImageResponse) String() string {
 func (*TagImageResponse) ProtoMessage() {}
 
 func (x *TagImageResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_opendsec_v1_image_proto_msgTypes[11]
+	mi := &file_opendsec_v1_image_proto_msgTypes[12]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -791,7 +938,7 @@ func (x *TagImageResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use TagImageResponse.ProtoReflect.Descriptor instead.
 func (*TagImageResponse) Descriptor() ([]byte, []int) {
-	return file_opendsec_v1_image_proto_rawDescGZIP(), []int{11}
+	return file_opendsec_v1_image_proto_rawDescGZIP(), []int{12}
 }
 
 func (x *TagImageResponse) GetImage() *Image {
@@ -812,7 +959,7 @@ type DeleteImageRequest struct {
 
 func (x *DeleteImageRequest) Reset() {
 	*x = DeleteImageRequest{}
-	mi := &file_opendsec_v1_image_proto_msgTypes[12]
+	mi := &file_opendsec_v1_image_proto_msgTypes[13]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -824,7 +971,7 @@ func (x *DeleteImageRequest) String() string {
 func (*DeleteImageRequest) ProtoMessage() {}
 
 func (x *DeleteImageRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_opendsec_v1_image_proto_msgTypes[12]
+	mi := &file_opendsec_v1_image_proto_msgTypes[13]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -837,7 +984,7 @@ func (x *DeleteImageRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use DeleteImageRequest.ProtoReflect.Descriptor instead.
 func (*DeleteImageRequest) Descriptor() ([]byte, []int) {
-	return file_opendsec_v1_image_proto_rawDescGZIP(), []int{12}
+	return file_opendsec_v1_image_proto_rawDescGZIP(), []int{13}
 }
 
 func (x *DeleteImageRequest) GetName() string {
@@ -856,7 +1003,7 @@ type DeleteImageResponse struct {
 
 func (x *DeleteImageResponse) Reset() {
 	*x = DeleteImageResponse{}
-	mi := &file_opendsec_v1_image_proto_msgTypes[13]
+	mi := &file_opendsec_v1_image_proto_msgTypes[14]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -868,7 +1015,7 @@ func (x *DeleteImageResponse) String() string {
 func (*DeleteImageResponse) ProtoMessage() {}
 
 func (x *DeleteImageResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_opendsec_v1_image_proto_msgTypes[13]
+	mi := &file_opendsec_v1_image_proto_msgTypes[14]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -881,14 +1028,14 @@ func (x *DeleteImageResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use DeleteImageResponse.ProtoReflect.Descriptor instead.
 func (*DeleteImageResponse) Descriptor() ([]byte, []int) {
-	return file_opendsec_v1_image_proto_rawDescGZIP(), []int{13}
+	return file_opendsec_v1_image_proto_rawDescGZIP(), []int{14}
 }
 
 var File_opendsec_v1_image_proto protoreflect.FileDescriptor
 
 const file_opendsec_v1_image_proto_rawDesc = "" +
 	"\n" +
-	"\x17opendsec/v1/image.proto\x12\vopendsec.v1\x1a\x1fgoogle/protobuf/timestamp.proto\"\x84\x02\n" +
+	"\x17opendsec/v1/image.proto\x12\vopendsec.v1\x1a\x1fgoogle/protobuf/timestamp.proto\"\xbb\x02\n" +
 	"\x05Image\x12\x12\n" +
 	"\x04name\x18\x01 \x01(\tR\x04name\x12\x16\n" +
 	"\x06digest\x18\x02 \x01(\tR\x06digest\x12\x12\n" +
@@ -898,7 +1045,22 @@ const file_opendsec_v1_image_proto_rawDesc = "" +
 	"created_at\x18\x05 \x01(\v2\x1a.google.protobuf.TimestampR\tcreatedAt\x12\x16\n" +
 	"\x06source\x18\x06 \x01(\tR\x06source\x12\"\n" +
 	"\farchitecture\x18\a \x01(\tR\farchitecture\x120\n" +
-	"\x06config\x18\b \x01(\v2\x18.opendsec.v1.ImageConfigR\x06config\"\xf8\x01\n" +
+	"\x06config\x18\b \x01(\v2\x18.opendsec.v1.ImageConfigR\x06config\x125\n" +
+	"\bsnapshot\x18\t \x01(\v2\x19.opendsec.v1.SnapshotInfoR\bsnapshot\"\xe4\x02\n" +
+	"\fSnapshotInfo\x12\x18\n" +
+	"\abackend\x18\x01 \x01(\tR\abackend\x12&\n" +
+	"\x0evirtualization\x18\x02 \x01(\tR\x0evirtualization\x12\x18\n" +
+	"\aruntime\x18\x03 \x01(\tR\aruntime\x12\x16\n" +
+	"\x06kernel\x18\x04 \x01(\tR\x06kernel\x12!\n" +
+	"\fcpu_features\x18\x05 \x03(\tR\vcpuFeatures\x12\x14\n" +
+	"\x05agent\x18\x06 \x01(\tR\x05agent\x12&\n" +
+	"\x0fcpu_cores_limit\x18\a \x01(\x01R\rcpuCoresLimit\x12&\n" +
+	"\x0fmemory_limit_mb\x18\b \x01(\x03R\rmemoryLimitMb\x12\"\n" +
+	"\rdisk_limit_mb\x18\t \x01(\x03R\vdiskLimitMb\x12\x1d\n" +
+	"\n" +
+	"pids_limit\x18\n" +
+	" \x01(\x03R\tpidsLimit\x12\x14\n" +
+	"\x05nodes\x18\v \x03(\tR\x05nodes\"\xf8\x01\n" +
 	"\vImageConfig\x12\x10\n" +
 	"\x03env\x18\x01 \x03(\tR\x03env\x12\x12\n" +
 	"\x04user\x18\x02 \x01(\tR\x04user\x12\x18\n" +
@@ -968,51 +1130,53 @@ func file_opendsec_v1_image_proto_rawDescGZIP() []byte {
 	return file_opendsec_v1_image_proto_rawDescData
 }
 
-var file_opendsec_v1_image_proto_msgTypes = make([]protoimpl.MessageInfo, 15)
+var file_opendsec_v1_image_proto_msgTypes = make([]protoimpl.MessageInfo, 16)
 var file_opendsec_v1_image_proto_goTypes = []any{
 	(*Image)(nil),                 // 0: opendsec.v1.Image
-	(*ImageConfig)(nil),           // 1: opendsec.v1.ImageConfig
-	(*ImportImageRequest)(nil),    // 2: opendsec.v1.ImportImageRequest
-	(*RegistryAuth)(nil),          // 3: opendsec.v1.RegistryAuth
-	(*BootstrapImageRequest)(nil), // 4: opendsec.v1.BootstrapImageRequest
-	(*ImportImageResponse)(nil),   // 5: opendsec.v1.ImportImageResponse
-	(*ListImagesRequest)(nil),     // 6: opendsec.v1.ListImagesRequest
-	(*ListImagesResponse)(nil),    // 7: opendsec.v1.ListImagesResponse
-	(*GetImageRequest)(nil),       // 8: opendsec.v1.GetImageRequest
-	(*GetImageResponse)(nil),      // 9: opendsec.v1.GetImageResponse
-	(*TagImageRequest)(nil),       // 10: opendsec.v1.TagImageRequest
-	(*TagImageResponse)(nil),      // 11: opendsec.v1.TagImageResponse
-	(*DeleteImageRequest)(nil),    // 12: opendsec.v1.DeleteImageRequest
-	(*DeleteImageResponse)(nil),   // 13: opendsec.v1.DeleteImageResponse
-	nil,                           // 14: opendsec.v1.ImageConfig.LabelsEntry
-	(*timestamppb.Timestamp)(nil), // 15: google.protobuf.Timestamp
+	(*SnapshotInfo)(nil),          // 1: opendsec.v1.SnapshotInfo
+	(*ImageConfig)(nil),           // 2: opendsec.v1.ImageConfig
+	(*ImportImageRequest)(nil),    // 3: opendsec.v1.ImportImageRequest
+	(*RegistryAuth)(nil),          // 4: opendsec.v1.RegistryAuth
+	(*BootstrapImageRequest)(nil), // 5: opendsec.v1.BootstrapImageRequest
+	(*ImportImageResponse)(nil),   // 6: opendsec.v1.ImportImageResponse
+	(*ListImagesRequest)(nil),     // 7: opendsec.v1.ListImagesRequest
+	(*ListImagesResponse)(nil),    // 8: opendsec.v1.ListImagesResponse
+	(*GetImageRequest)(nil),       // 9: opendsec.v1.GetImageRequest
+	(*GetImageResponse)(nil),      // 10: opendsec.v1.GetImageResponse
+	(*TagImageRequest)(nil),       // 11: opendsec.v1.TagImageRequest
+	(*TagImageResponse)(nil),      // 12: opendsec.v1.TagImageResponse
+	(*DeleteImageRequest)(nil),    // 13: opendsec.v1.DeleteImageRequest
+	(*DeleteImageResponse)(nil),   // 14: opendsec.v1.DeleteImageResponse
+	nil,                           // 15: opendsec.v1.ImageConfig.LabelsEntry
+	(*timestamppb.Timestamp)(nil), // 16: google.protobuf.Timestamp
 }
 var file_opendsec_v1_image_proto_depIdxs = []int32{
-	15, // 0: opendsec.v1.Image.created_at:type_name -> google.protobuf.Timestamp
-	1,  // 1: opendsec.v1.Image.config:type_name -> opendsec.v1.ImageConfig
-	14, // 2: opendsec.v1.ImageConfig.labels:type_name -> opendsec.v1.ImageConfig.LabelsEntry
-	3,  // 3: opendsec.v1.ImportImageRequest.auth:type_name -> opendsec.v1.RegistryAuth
-	0,  // 4: opendsec.v1.ImportImageResponse.image:type_name -> opendsec.v1.Image
-	0,  // 5: opendsec.v1.ListImagesResponse.images:type_name -> opendsec.v1.Image
-	0,  // 6: opendsec.v1.GetImageResponse.image:type_name -> opendsec.v1.Image
-	0,  // 7: opendsec.v1.TagImageResponse.image:type_name -> opendsec.v1.Image
-	2,  // 8: opendsec.v1.ImageService.ImportImage:input_type -> opendsec.v1.ImportImageRequest
-	4,  // 9: opendsec.v1.ImageService.BootstrapImage:input_type -> opendsec.v1.BootstrapImageRequest
-	6,  // 10: opendsec.v1.ImageService.ListImages:input_type -> opendsec.v1.ListImagesRequest
-	8,  // 11: opendsec.v1.ImageService.GetImage:input_type -> opendsec.v1.GetImageRequest
-	10, // 12: opendsec.v1.ImageService.TagImage:input_type -> opendsec.v1.TagImageRequest
-	12, // 13: opendsec.v1.ImageService.DeleteImage:input_type -> opendsec.v1.DeleteImageRequest
-	5,  // 14: opendsec.v1.ImageService.ImportImage:output_type -> opendsec.v1.ImportImageResponse
-	5,  // 15: opendsec.v1.ImageService.BootstrapImage:output_type -> opendsec.v1.ImportImageResponse
-	7,  // 16: opendsec.v1.ImageService.ListImages:output_type -> opendsec.v1.ListImagesResponse
-	9,  // 17: opendsec.v1.ImageService.GetImage:output_type -> opendsec.v1.GetImageResponse
-	11, // 18: opendsec.v1.ImageService.TagImage:output_type -> opendsec.v1.TagImageResponse
-	13, // 19: opendsec.v1.ImageService.DeleteImage:output_type -> opendsec.v1.DeleteImageResponse
-	14, // [14:20] is the sub-list for method output_type
-	8,  // [8:14] is the sub-list for method input_type
-	8,  // [8:8] is the sub-list for extension type_name
-	8,  // [8:8] is the sub-list for extension extendee
-	0,  // [0:8] is the sub-list for field type_name
+	16, // 0: opendsec.v1.Image.created_at:type_name -> google.protobuf.Timestamp
+	2,  // 1: opendsec.v1.Image.config:type_name -> opendsec.v1.ImageConfig
+	1,  // 2: opendsec.v1.Image.snapshot:type_name -> opendsec.v1.SnapshotInfo
+	15, // 3: opendsec.v1.ImageConfig.labels:type_name -> opendsec.v1.ImageConfig.LabelsEntry
+	4,  // 4: opendsec.v1.ImportImageRequest.auth:type_name -> opendsec.v1.RegistryAuth
+	0,  // 5: opendsec.v1.ImportImageResponse.image:type_name -> opendsec.v1.Image
+	0,  // 6: opendsec.v1.ListImagesResponse.images:type_name -> opendsec.v1.Image
+	0,  // 7: opendsec.v1.GetImageResponse.image:type_name -> opendsec.v1.Image
+	0,  // 8: opendsec.v1.TagImageResponse.image:type_name -> opendsec.v1.Image
+	3,  // 9: opendsec.v1.ImageService.ImportImage:input_type -> opendsec.v1.ImportImageRequest
+	5,  // 10: opendsec.v1.ImageService.BootstrapImage:input_type -> opendsec.v1.BootstrapImageRequest
+	7,  // 11: opendsec.v1.ImageService.ListImages:input_type -> opendsec.v1.ListImagesRequest
+	9,  // 12: opendsec.v1.ImageService.GetImage:input_type -> opendsec.v1.GetImageRequest
+	11, // 13: opendsec.v1.ImageService.TagImage:input_type -> opendsec.v1.TagImageRequest
+	13, // 14: opendsec.v1.ImageService.DeleteImage:input_type -> opendsec.v1.DeleteImageRequest
+	6,  // 15: opendsec.v1.ImageService.ImportImage:output_type -> opendsec.v1.ImportImageResponse
+	6,  // 16: opendsec.v1.ImageService.BootstrapImage:output_type -> opendsec.v1.ImportImageResponse
+	8,  // 17: opendsec.v1.ImageService.ListImages:output_type -> opendsec.v1.ListImagesResponse
+	10, // 18: opendsec.v1.ImageService.GetImage:output_type -> opendsec.v1.GetImageResponse
+	12, // 19: opendsec.v1.ImageService.TagImage:output_type -> opendsec.v1.TagImageResponse
+	14, // 20: opendsec.v1.ImageService.DeleteImage:output_type -> opendsec.v1.DeleteImageResponse
+	15, // [15:21] is the sub-list for method output_type
+	9,  // [9:15] is the sub-list for method input_type
+	9,  // [9:9] is the sub-list for extension type_name
+	9,  // [9:9] is the sub-list for extension extendee
+	0,  // [0:9] is the sub-list for field type_name
 }
 
 func init() { file_opendsec_v1_image_proto_init() }
@@ -1026,7 +1190,7 @@ func file_opendsec_v1_image_proto_init() {
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_opendsec_v1_image_proto_rawDesc), len(file_opendsec_v1_image_proto_rawDesc)),
 			NumEnums:      0,
-			NumMessages:   15,
+			NumMessages:   16,
 			NumExtensions: 0,
 			NumServices:   1,
 		},

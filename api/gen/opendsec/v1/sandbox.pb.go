@@ -223,18 +223,21 @@ type SandboxSpec struct {
 	// "container", "gvisor", "sim", or "auto" (the default) for the strongest
 	// that the node can run.
 	Backend string `protobuf:"bytes,2,opt,name=backend,proto3" json:"backend,omitempty"`
-	// CPU time in cores, 0.1 to the node's count; 0 means 1.
+	// CPU time in cores, 0.1 to the node's count; 0 means 1. A snapshot with
+	// memory has limits of its own: 0 takes them, and others are refused.
 	CpuCoresLimit float64 `protobuf:"fixed64,3,opt,name=cpu_cores_limit,json=cpuCoresLimit,proto3" json:"cpu_cores_limit,omitempty"`
-	// Memory in MiB, at least 64; 0 means 512.
+	// Memory in MiB, at least 64; 0 means 512, or the snapshot's.
 	MemoryLimitMb int64 `protobuf:"varint,4,opt,name=memory_limit_mb,json=memoryLimitMb,proto3" json:"memory_limit_mb,omitempty"`
-	// What may be written to the file system, in MiB, at least 16; 0 means 10240.
+	// What may be written to the file system, in MiB, at least 16; 0 means
+	// 10240, or the snapshot's.
 	DiskLimitMb int64 `protobuf:"varint,5,opt,name=disk_limit_mb,json=diskLimitMb,proto3" json:"disk_limit_mb,omitempty"`
-	// Processes and threads, at least 16; 0 means 1024.
+	// Processes and threads, at least 16; 0 means 1024, or the snapshot's.
 	PidsLimit int64 `protobuf:"varint,6,opt,name=pids_limit,json=pidsLimit,proto3" json:"pids_limit,omitempty"`
 	// Idle time after which on_idle happens; absent means never. Idle is no
 	// running command, no open connection and no call.
 	TtlRunningStop *durationpb.Duration `protobuf:"bytes,7,opt,name=ttl_running_stop,json=ttlRunningStop,proto3" json:"ttl_running_stop,omitempty"`
-	// Time from creation after which it is stopped in any case; absent means never.
+	// Time from creation after which it is stopped in any case; absent means
+	// never. Time in which it is paused does not count.
 	TtlLifetime *durationpb.Duration `protobuf:"bytes,8,opt,name=ttl_lifetime,json=ttlLifetime,proto3" json:"ttl_lifetime,omitempty"`
 	// What happens when ttl_running_stop has passed.
 	OnIdle OnIdle `protobuf:"varint,9,opt,name=on_idle,json=onIdle,proto3,enum=opendsec.v1.OnIdle" json:"on_idle,omitempty"`
@@ -506,7 +509,11 @@ type Sandbox struct {
 	// Who made it.
 	Caller string `protobuf:"bytes,10,opt,name=caller,proto3" json:"caller,omitempty"`
 	// What the caller should know, such as a rule that is not in force.
-	Warnings      []string `protobuf:"bytes,11,rep,name=warnings,proto3" json:"warnings,omitempty"`
+	Warnings []string `protobuf:"bytes,11,rep,name=warnings,proto3" json:"warnings,omitempty"`
+	// Id of the sandbox that it was forked from; "" for none.
+	Parent string `protobuf:"bytes,12,opt,name=parent,proto3" json:"parent,omitempty"`
+	// When it was paused; absent while it is not.
+	PausedAt      *timestamppb.Timestamp `protobuf:"bytes,13,opt,name=paused_at,json=pausedAt,proto3" json:"paused_at,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -614,6 +621,20 @@ func (x *Sandbox) GetCaller() string {
 func (x *Sandbox) GetWarnings() []string {
 	if x != nil {
 		return x.Warnings
+	}
+	return nil
+}
+
+func (x *Sandbox) GetParent() string {
+	if x != nil {
+		return x.Parent
+	}
+	return ""
+}
+
+func (x *Sandbox) GetPausedAt() *timestamppb.Timestamp {
+	if x != nil {
+		return x.PausedAt
 	}
 	return nil
 }
@@ -1559,6 +1580,529 @@ func (x *GetMetricsResponse) GetMetrics() *Metrics {
 	return nil
 }
 
+// PauseSandboxRequest names a sandbox.
+type PauseSandboxRequest struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// Its id.
+	Id            string `protobuf:"bytes,1,opt,name=id,proto3" json:"id,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *PauseSandboxRequest) Reset() {
+	*x = PauseSandboxRequest{}
+	mi := &file_opendsec_v1_sandbox_proto_msgTypes[20]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *PauseSandboxRequest) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*PauseSandboxRequest) ProtoMessage() {}
+
+func (x *PauseSandboxRequest) ProtoReflect() protoreflect.Message {
+	mi := &file_opendsec_v1_sandbox_proto_msgTypes[20]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use PauseSandboxRequest.ProtoReflect.Descriptor instead.
+func (*PauseSandboxRequest) Descriptor() ([]byte, []int) {
+	return file_opendsec_v1_sandbox_proto_rawDescGZIP(), []int{20}
+}
+
+func (x *PauseSandboxRequest) GetId() string {
+	if x != nil {
+		return x.Id
+	}
+	return ""
+}
+
+// PauseSandboxResponse holds the paused sandbox.
+type PauseSandboxResponse struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// The sandbox.
+	Sandbox       *Sandbox `protobuf:"bytes,1,opt,name=sandbox,proto3" json:"sandbox,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *PauseSandboxResponse) Reset() {
+	*x = PauseSandboxResponse{}
+	mi := &file_opendsec_v1_sandbox_proto_msgTypes[21]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *PauseSandboxResponse) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*PauseSandboxResponse) ProtoMessage() {}
+
+func (x *PauseSandboxResponse) ProtoReflect() protoreflect.Message {
+	mi := &file_opendsec_v1_sandbox_proto_msgTypes[21]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use PauseSandboxResponse.ProtoReflect.Descriptor instead.
+func (*PauseSandboxResponse) Descriptor() ([]byte, []int) {
+	return file_opendsec_v1_sandbox_proto_rawDescGZIP(), []int{21}
+}
+
+func (x *PauseSandboxResponse) GetSandbox() *Sandbox {
+	if x != nil {
+		return x.Sandbox
+	}
+	return nil
+}
+
+// ResumeSandboxRequest names a sandbox.
+type ResumeSandboxRequest struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// Its id.
+	Id            string `protobuf:"bytes,1,opt,name=id,proto3" json:"id,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *ResumeSandboxRequest) Reset() {
+	*x = ResumeSandboxRequest{}
+	mi := &file_opendsec_v1_sandbox_proto_msgTypes[22]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *ResumeSandboxRequest) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*ResumeSandboxRequest) ProtoMessage() {}
+
+func (x *ResumeSandboxRequest) ProtoReflect() protoreflect.Message {
+	mi := &file_opendsec_v1_sandbox_proto_msgTypes[22]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use ResumeSandboxRequest.ProtoReflect.Descriptor instead.
+func (*ResumeSandboxRequest) Descriptor() ([]byte, []int) {
+	return file_opendsec_v1_sandbox_proto_rawDescGZIP(), []int{22}
+}
+
+func (x *ResumeSandboxRequest) GetId() string {
+	if x != nil {
+		return x.Id
+	}
+	return ""
+}
+
+// ResumeSandboxResponse holds the running sandbox.
+type ResumeSandboxResponse struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// The sandbox.
+	Sandbox       *Sandbox `protobuf:"bytes,1,opt,name=sandbox,proto3" json:"sandbox,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *ResumeSandboxResponse) Reset() {
+	*x = ResumeSandboxResponse{}
+	mi := &file_opendsec_v1_sandbox_proto_msgTypes[23]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *ResumeSandboxResponse) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*ResumeSandboxResponse) ProtoMessage() {}
+
+func (x *ResumeSandboxResponse) ProtoReflect() protoreflect.Message {
+	mi := &file_opendsec_v1_sandbox_proto_msgTypes[23]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use ResumeSandboxResponse.ProtoReflect.Descriptor instead.
+func (*ResumeSandboxResponse) Descriptor() ([]byte, []int) {
+	return file_opendsec_v1_sandbox_proto_rawDescGZIP(), []int{23}
+}
+
+func (x *ResumeSandboxResponse) GetSandbox() *Sandbox {
+	if x != nil {
+		return x.Sandbox
+	}
+	return nil
+}
+
+// ForkSandboxRequest makes copies of a sandbox.
+type ForkSandboxRequest struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// The id of the one to copy.
+	Id string `protobuf:"bytes,1,opt,name=id,proto3" json:"id,omitempty"`
+	// How many, 1 to 100; 0 means 1.
+	Count uint32 `protobuf:"varint,2,opt,name=count,proto3" json:"count,omitempty"`
+	// Whether memory and processes are not copied, files only.
+	FilesOnly bool `protobuf:"varint,3,opt,name=files_only,json=filesOnly,proto3" json:"files_only,omitempty"`
+	// Whether one failure undoes them all and fails the call.
+	AllOrNone bool `protobuf:"varint,4,opt,name=all_or_none,json=allOrNone,proto3" json:"all_or_none,omitempty"`
+	// As in CreateSandboxRequest, for the whole set.
+	IdempotencyKey string `protobuf:"bytes,5,opt,name=idempotency_key,json=idempotencyKey,proto3" json:"idempotency_key,omitempty"`
+	unknownFields  protoimpl.UnknownFields
+	sizeCache      protoimpl.SizeCache
+}
+
+func (x *ForkSandboxRequest) Reset() {
+	*x = ForkSandboxRequest{}
+	mi := &file_opendsec_v1_sandbox_proto_msgTypes[24]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *ForkSandboxRequest) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*ForkSandboxRequest) ProtoMessage() {}
+
+func (x *ForkSandboxRequest) ProtoReflect() protoreflect.Message {
+	mi := &file_opendsec_v1_sandbox_proto_msgTypes[24]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use ForkSandboxRequest.ProtoReflect.Descriptor instead.
+func (*ForkSandboxRequest) Descriptor() ([]byte, []int) {
+	return file_opendsec_v1_sandbox_proto_rawDescGZIP(), []int{24}
+}
+
+func (x *ForkSandboxRequest) GetId() string {
+	if x != nil {
+		return x.Id
+	}
+	return ""
+}
+
+func (x *ForkSandboxRequest) GetCount() uint32 {
+	if x != nil {
+		return x.Count
+	}
+	return 0
+}
+
+func (x *ForkSandboxRequest) GetFilesOnly() bool {
+	if x != nil {
+		return x.FilesOnly
+	}
+	return false
+}
+
+func (x *ForkSandboxRequest) GetAllOrNone() bool {
+	if x != nil {
+		return x.AllOrNone
+	}
+	return false
+}
+
+func (x *ForkSandboxRequest) GetIdempotencyKey() string {
+	if x != nil {
+		return x.IdempotencyKey
+	}
+	return ""
+}
+
+// ForkSandboxResponse holds one result for each copy.
+type ForkSandboxResponse struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// In no particular order.
+	Results       []*CreateResult `protobuf:"bytes,1,rep,name=results,proto3" json:"results,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *ForkSandboxResponse) Reset() {
+	*x = ForkSandboxResponse{}
+	mi := &file_opendsec_v1_sandbox_proto_msgTypes[25]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *ForkSandboxResponse) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*ForkSandboxResponse) ProtoMessage() {}
+
+func (x *ForkSandboxResponse) ProtoReflect() protoreflect.Message {
+	mi := &file_opendsec_v1_sandbox_proto_msgTypes[25]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use ForkSandboxResponse.ProtoReflect.Descriptor instead.
+func (*ForkSandboxResponse) Descriptor() ([]byte, []int) {
+	return file_opendsec_v1_sandbox_proto_rawDescGZIP(), []int{25}
+}
+
+func (x *ForkSandboxResponse) GetResults() []*CreateResult {
+	if x != nil {
+		return x.Results
+	}
+	return nil
+}
+
+// CreateSnapshotRequest makes an image of a sandbox.
+type CreateSnapshotRequest struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// The sandbox's id.
+	Id string `protobuf:"bytes,1,opt,name=id,proto3" json:"id,omitempty"`
+	// The name to give, "project/name:tag"; taken from another image if need be.
+	Name string `protobuf:"bytes,2,opt,name=name,proto3" json:"name,omitempty"`
+	// Whether memory and processes are left out, files only.
+	FilesOnly     bool `protobuf:"varint,3,opt,name=files_only,json=filesOnly,proto3" json:"files_only,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *CreateSnapshotRequest) Reset() {
+	*x = CreateSnapshotRequest{}
+	mi := &file_opendsec_v1_sandbox_proto_msgTypes[26]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *CreateSnapshotRequest) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*CreateSnapshotRequest) ProtoMessage() {}
+
+func (x *CreateSnapshotRequest) ProtoReflect() protoreflect.Message {
+	mi := &file_opendsec_v1_sandbox_proto_msgTypes[26]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use CreateSnapshotRequest.ProtoReflect.Descriptor instead.
+func (*CreateSnapshotRequest) Descriptor() ([]byte, []int) {
+	return file_opendsec_v1_sandbox_proto_rawDescGZIP(), []int{26}
+}
+
+func (x *CreateSnapshotRequest) GetId() string {
+	if x != nil {
+		return x.Id
+	}
+	return ""
+}
+
+func (x *CreateSnapshotRequest) GetName() string {
+	if x != nil {
+		return x.Name
+	}
+	return ""
+}
+
+func (x *CreateSnapshotRequest) GetFilesOnly() bool {
+	if x != nil {
+		return x.FilesOnly
+	}
+	return false
+}
+
+// CreateSnapshotResponse holds the image.
+type CreateSnapshotResponse struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// The image.
+	Image         *Image `protobuf:"bytes,1,opt,name=image,proto3" json:"image,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *CreateSnapshotResponse) Reset() {
+	*x = CreateSnapshotResponse{}
+	mi := &file_opendsec_v1_sandbox_proto_msgTypes[27]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *CreateSnapshotResponse) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*CreateSnapshotResponse) ProtoMessage() {}
+
+func (x *CreateSnapshotResponse) ProtoReflect() protoreflect.Message {
+	mi := &file_opendsec_v1_sandbox_proto_msgTypes[27]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use CreateSnapshotResponse.ProtoReflect.Descriptor instead.
+func (*CreateSnapshotResponse) Descriptor() ([]byte, []int) {
+	return file_opendsec_v1_sandbox_proto_rawDescGZIP(), []int{27}
+}
+
+func (x *CreateSnapshotResponse) GetImage() *Image {
+	if x != nil {
+		return x.Image
+	}
+	return nil
+}
+
+// PackDiffRequest makes an image of a sandbox's files.
+type PackDiffRequest struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// The sandbox's id.
+	Id string `protobuf:"bytes,1,opt,name=id,proto3" json:"id,omitempty"`
+	// The name to give, "project/name:tag"; taken from another image if need be.
+	Name          string `protobuf:"bytes,2,opt,name=name,proto3" json:"name,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *PackDiffRequest) Reset() {
+	*x = PackDiffRequest{}
+	mi := &file_opendsec_v1_sandbox_proto_msgTypes[28]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *PackDiffRequest) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*PackDiffRequest) ProtoMessage() {}
+
+func (x *PackDiffRequest) ProtoReflect() protoreflect.Message {
+	mi := &file_opendsec_v1_sandbox_proto_msgTypes[28]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use PackDiffRequest.ProtoReflect.Descriptor instead.
+func (*PackDiffRequest) Descriptor() ([]byte, []int) {
+	return file_opendsec_v1_sandbox_proto_rawDescGZIP(), []int{28}
+}
+
+func (x *PackDiffRequest) GetId() string {
+	if x != nil {
+		return x.Id
+	}
+	return ""
+}
+
+func (x *PackDiffRequest) GetName() string {
+	if x != nil {
+		return x.Name
+	}
+	return ""
+}
+
+// PackDiffResponse holds the image.
+type PackDiffResponse struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// The image.
+	Image         *Image `protobuf:"bytes,1,opt,name=image,proto3" json:"image,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *PackDiffResponse) Reset() {
+	*x = PackDiffResponse{}
+	mi := &file_opendsec_v1_sandbox_proto_msgTypes[29]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *PackDiffResponse) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*PackDiffResponse) ProtoMessage() {}
+
+func (x *PackDiffResponse) ProtoReflect() protoreflect.Message {
+	mi := &file_opendsec_v1_sandbox_proto_msgTypes[29]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use PackDiffResponse.ProtoReflect.Descriptor instead.
+func (*PackDiffResponse) Descriptor() ([]byte, []int) {
+	return file_opendsec_v1_sandbox_proto_rawDescGZIP(), []int{29}
+}
+
+func (x *PackDiffResponse) GetImage() *Image {
+	if x != nil {
+		return x.Image
+	}
+	return nil
+}
+
 // Metrics is what a sandbox uses, measured on the host.
 type Metrics struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
@@ -1584,7 +2128,7 @@ type Metrics struct {
 
 func (x *Metrics) Reset() {
 	*x = Metrics{}
-	mi := &file_opendsec_v1_sandbox_proto_msgTypes[20]
+	mi := &file_opendsec_v1_sandbox_proto_msgTypes[30]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1596,7 +2140,7 @@ func (x *Metrics) String() string {
 func (*Metrics) ProtoMessage() {}
 
 func (x *Metrics) ProtoReflect() protoreflect.Message {
-	mi := &file_opendsec_v1_sandbox_proto_msgTypes[20]
+	mi := &file_opendsec_v1_sandbox_proto_msgTypes[30]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1609,7 +2153,7 @@ func (x *Metrics) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Metrics.ProtoReflect.Descriptor instead.
 func (*Metrics) Descriptor() ([]byte, []int) {
-	return file_opendsec_v1_sandbox_proto_rawDescGZIP(), []int{20}
+	return file_opendsec_v1_sandbox_proto_rawDescGZIP(), []int{30}
 }
 
 func (x *Metrics) GetTime() *timestamppb.Timestamp {
@@ -1695,7 +2239,7 @@ type ErrorInfo struct {
 
 func (x *ErrorInfo) Reset() {
 	*x = ErrorInfo{}
-	mi := &file_opendsec_v1_sandbox_proto_msgTypes[21]
+	mi := &file_opendsec_v1_sandbox_proto_msgTypes[31]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1707,7 +2251,7 @@ func (x *ErrorInfo) String() string {
 func (*ErrorInfo) ProtoMessage() {}
 
 func (x *ErrorInfo) ProtoReflect() protoreflect.Message {
-	mi := &file_opendsec_v1_sandbox_proto_msgTypes[21]
+	mi := &file_opendsec_v1_sandbox_proto_msgTypes[31]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1720,7 +2264,7 @@ func (x *ErrorInfo) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ErrorInfo.ProtoReflect.Descriptor instead.
 func (*ErrorInfo) Descriptor() ([]byte, []int) {
-	return file_opendsec_v1_sandbox_proto_rawDescGZIP(), []int{21}
+	return file_opendsec_v1_sandbox_proto_rawDescGZIP(), []int{31}
 }
 
 func (x *ErrorInfo) GetKind() string {
@@ -1790,7 +2334,7 @@ var File_opendsec_v1_sandbox_proto protoreflect.FileDescriptor
 
 const file_opendsec_v1_sandbox_proto_rawDesc = "" +
 	"\n" +
-	"\x19opendsec/v1/sandbox.proto\x12\vopendsec.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto\"\xe5\a\n" +
+	"\x19opendsec/v1/sandbox.proto\x12\vopendsec.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x17opendsec/v1/image.proto\"\xe5\a\n" +
 	"\vSandboxSpec\x12\x14\n" +
 	"\x05image\x18\x01 \x01(\tR\x05image\x12\x18\n" +
 	"\abackend\x18\x02 \x01(\tR\abackend\x12&\n" +
@@ -1828,7 +2372,7 @@ const file_opendsec_v1_sandbox_proto_rawDesc = "" +
 	"\x06reason\x18\x01 \x01(\tR\x06reason\x12+\n" +
 	"\x06domain\x18\x02 \x01(\x0e2\x13.opendsec.v1.DomainR\x06domain\x12\x16\n" +
 	"\x06detail\x18\x03 \x01(\tR\x06detail\x12.\n" +
-	"\x04time\x18\x04 \x01(\v2\x1a.google.protobuf.TimestampR\x04time\"\x90\x03\n" +
+	"\x04time\x18\x04 \x01(\v2\x1a.google.protobuf.TimestampR\x04time\"\xe1\x03\n" +
 	"\aSandbox\x12\x0e\n" +
 	"\x02id\x18\x01 \x01(\tR\x02id\x12\x18\n" +
 	"\aproject\x18\x02 \x01(\tR\aproject\x12,\n" +
@@ -1843,7 +2387,9 @@ const file_opendsec_v1_sandbox_proto_rawDesc = "" +
 	"\fimage_digest\x18\t \x01(\tR\vimageDigest\x12\x16\n" +
 	"\x06caller\x18\n" +
 	" \x01(\tR\x06caller\x12\x1a\n" +
-	"\bwarnings\x18\v \x03(\tR\bwarnings\"\x87\x01\n" +
+	"\bwarnings\x18\v \x03(\tR\bwarnings\x12\x16\n" +
+	"\x06parent\x18\f \x01(\tR\x06parent\x127\n" +
+	"\tpaused_at\x18\r \x01(\v2\x1a.google.protobuf.TimestampR\bpausedAt\"\x87\x01\n" +
 	"\x14CreateSandboxRequest\x12\x18\n" +
 	"\aproject\x18\x01 \x01(\tR\aproject\x12,\n" +
 	"\x04spec\x18\x02 \x01(\v2\x18.opendsec.v1.SandboxSpecR\x04spec\x12'\n" +
@@ -1898,7 +2444,36 @@ const file_opendsec_v1_sandbox_proto_rawDesc = "" +
 	"\x11GetMetricsRequest\x12\x0e\n" +
 	"\x02id\x18\x01 \x01(\tR\x02id\"D\n" +
 	"\x12GetMetricsResponse\x12.\n" +
-	"\ametrics\x18\x01 \x01(\v2\x14.opendsec.v1.MetricsR\ametrics\"\xc5\x02\n" +
+	"\ametrics\x18\x01 \x01(\v2\x14.opendsec.v1.MetricsR\ametrics\"%\n" +
+	"\x13PauseSandboxRequest\x12\x0e\n" +
+	"\x02id\x18\x01 \x01(\tR\x02id\"F\n" +
+	"\x14PauseSandboxResponse\x12.\n" +
+	"\asandbox\x18\x01 \x01(\v2\x14.opendsec.v1.SandboxR\asandbox\"&\n" +
+	"\x14ResumeSandboxRequest\x12\x0e\n" +
+	"\x02id\x18\x01 \x01(\tR\x02id\"G\n" +
+	"\x15ResumeSandboxResponse\x12.\n" +
+	"\asandbox\x18\x01 \x01(\v2\x14.opendsec.v1.SandboxR\asandbox\"\xa2\x01\n" +
+	"\x12ForkSandboxRequest\x12\x0e\n" +
+	"\x02id\x18\x01 \x01(\tR\x02id\x12\x14\n" +
+	"\x05count\x18\x02 \x01(\rR\x05count\x12\x1d\n" +
+	"\n" +
+	"files_only\x18\x03 \x01(\bR\tfilesOnly\x12\x1e\n" +
+	"\vall_or_none\x18\x04 \x01(\bR\tallOrNone\x12'\n" +
+	"\x0fidempotency_key\x18\x05 \x01(\tR\x0eidempotencyKey\"J\n" +
+	"\x13ForkSandboxResponse\x123\n" +
+	"\aresults\x18\x01 \x03(\v2\x19.opendsec.v1.CreateResultR\aresults\"Z\n" +
+	"\x15CreateSnapshotRequest\x12\x0e\n" +
+	"\x02id\x18\x01 \x01(\tR\x02id\x12\x12\n" +
+	"\x04name\x18\x02 \x01(\tR\x04name\x12\x1d\n" +
+	"\n" +
+	"files_only\x18\x03 \x01(\bR\tfilesOnly\"B\n" +
+	"\x16CreateSnapshotResponse\x12(\n" +
+	"\x05image\x18\x01 \x01(\v2\x12.opendsec.v1.ImageR\x05image\"5\n" +
+	"\x0fPackDiffRequest\x12\x0e\n" +
+	"\x02id\x18\x01 \x01(\tR\x02id\x12\x12\n" +
+	"\x04name\x18\x02 \x01(\tR\x04name\"<\n" +
+	"\x10PackDiffResponse\x12(\n" +
+	"\x05image\x18\x01 \x01(\v2\x12.opendsec.v1.ImageR\x05image\"\xc5\x02\n" +
 	"\aMetrics\x12.\n" +
 	"\x04time\x18\x01 \x01(\v2\x1a.google.protobuf.TimestampR\x04time\x124\n" +
 	"\bcpu_time\x18\x02 \x01(\v2\x19.google.protobuf.DurationR\acpuTime\x12&\n" +
@@ -1938,7 +2513,7 @@ const file_opendsec_v1_sandbox_proto_rawDesc = "" +
 	"\x06OnIdle\x12\x17\n" +
 	"\x13ON_IDLE_UNSPECIFIED\x10\x00\x12\x10\n" +
 	"\fON_IDLE_STOP\x10\x01\x12\x11\n" +
-	"\rON_IDLE_PAUSE\x10\x022\xac\x05\n" +
+	"\rON_IDLE_PAUSE\x10\x022\xcf\b\n" +
 	"\x0eSandboxService\x12V\n" +
 	"\rCreateSandbox\x12!.opendsec.v1.CreateSandboxRequest\x1a\".opendsec.v1.CreateSandboxResponse\x12\\\n" +
 	"\x0fCreateSandboxes\x12#.opendsec.v1.CreateSandboxesRequest\x1a$.opendsec.v1.CreateSandboxesResponse\x12M\n" +
@@ -1949,7 +2524,12 @@ const file_opendsec_v1_sandbox_proto_rawDesc = "" +
 	"\x06SetTTL\x12\x1a.opendsec.v1.SetTTLRequest\x1a\x1b.opendsec.v1.SetTTLResponse\x12Y\n" +
 	"\x0eRefreshSandbox\x12\".opendsec.v1.RefreshSandboxRequest\x1a#.opendsec.v1.RefreshSandboxResponse\x12M\n" +
 	"\n" +
-	"GetMetrics\x12\x1e.opendsec.v1.GetMetricsRequest\x1a\x1f.opendsec.v1.GetMetricsResponseB=Z;github.com/kernflux/opendsec/api/gen/opendsec/v1;opendsecv1b\x06proto3"
+	"GetMetrics\x12\x1e.opendsec.v1.GetMetricsRequest\x1a\x1f.opendsec.v1.GetMetricsResponse\x12S\n" +
+	"\fPauseSandbox\x12 .opendsec.v1.PauseSandboxRequest\x1a!.opendsec.v1.PauseSandboxResponse\x12V\n" +
+	"\rResumeSandbox\x12!.opendsec.v1.ResumeSandboxRequest\x1a\".opendsec.v1.ResumeSandboxResponse\x12P\n" +
+	"\vForkSandbox\x12\x1f.opendsec.v1.ForkSandboxRequest\x1a .opendsec.v1.ForkSandboxResponse\x12Y\n" +
+	"\x0eCreateSnapshot\x12\".opendsec.v1.CreateSnapshotRequest\x1a#.opendsec.v1.CreateSnapshotResponse\x12G\n" +
+	"\bPackDiff\x12\x1c.opendsec.v1.PackDiffRequest\x1a\x1d.opendsec.v1.PackDiffResponseB=Z;github.com/kernflux/opendsec/api/gen/opendsec/v1;opendsecv1b\x06proto3"
 
 var (
 	file_opendsec_v1_sandbox_proto_rawDescOnce sync.Once
@@ -1964,7 +2544,7 @@ func file_opendsec_v1_sandbox_proto_rawDescGZIP() []byte {
 }
 
 var file_opendsec_v1_sandbox_proto_enumTypes = make([]protoimpl.EnumInfo, 3)
-var file_opendsec_v1_sandbox_proto_msgTypes = make([]protoimpl.MessageInfo, 27)
+var file_opendsec_v1_sandbox_proto_msgTypes = make([]protoimpl.MessageInfo, 37)
 var file_opendsec_v1_sandbox_proto_goTypes = []any{
 	(State)(0),                      // 0: opendsec.v1.State
 	(Domain)(0),                     // 1: opendsec.v1.Domain
@@ -1989,72 +2569,99 @@ var file_opendsec_v1_sandbox_proto_goTypes = []any{
 	(*RefreshSandboxResponse)(nil),  // 20: opendsec.v1.RefreshSandboxResponse
 	(*GetMetricsRequest)(nil),       // 21: opendsec.v1.GetMetricsRequest
 	(*GetMetricsResponse)(nil),      // 22: opendsec.v1.GetMetricsResponse
-	(*Metrics)(nil),                 // 23: opendsec.v1.Metrics
-	(*ErrorInfo)(nil),               // 24: opendsec.v1.ErrorInfo
-	nil,                             // 25: opendsec.v1.SandboxSpec.EnvEntry
-	nil,                             // 26: opendsec.v1.SandboxSpec.LabelsEntry
-	nil,                             // 27: opendsec.v1.SandboxSpec.MetadataEntry
-	nil,                             // 28: opendsec.v1.SandboxSpec.NetworkRulesEntry
-	nil,                             // 29: opendsec.v1.ListSandboxesRequest.LabelsEntry
-	(*durationpb.Duration)(nil),     // 30: google.protobuf.Duration
-	(*timestamppb.Timestamp)(nil),   // 31: google.protobuf.Timestamp
+	(*PauseSandboxRequest)(nil),     // 23: opendsec.v1.PauseSandboxRequest
+	(*PauseSandboxResponse)(nil),    // 24: opendsec.v1.PauseSandboxResponse
+	(*ResumeSandboxRequest)(nil),    // 25: opendsec.v1.ResumeSandboxRequest
+	(*ResumeSandboxResponse)(nil),   // 26: opendsec.v1.ResumeSandboxResponse
+	(*ForkSandboxRequest)(nil),      // 27: opendsec.v1.ForkSandboxRequest
+	(*ForkSandboxResponse)(nil),     // 28: opendsec.v1.ForkSandboxResponse
+	(*CreateSnapshotRequest)(nil),   // 29: opendsec.v1.CreateSnapshotRequest
+	(*CreateSnapshotResponse)(nil),  // 30: opendsec.v1.CreateSnapshotResponse
+	(*PackDiffRequest)(nil),         // 31: opendsec.v1.PackDiffRequest
+	(*PackDiffResponse)(nil),        // 32: opendsec.v1.PackDiffResponse
+	(*Metrics)(nil),                 // 33: opendsec.v1.Metrics
+	(*ErrorInfo)(nil),               // 34: opendsec.v1.ErrorInfo
+	nil,                             // 35: opendsec.v1.SandboxSpec.EnvEntry
+	nil,                             // 36: opendsec.v1.SandboxSpec.LabelsEntry
+	nil,                             // 37: opendsec.v1.SandboxSpec.MetadataEntry
+	nil,                             // 38: opendsec.v1.SandboxSpec.NetworkRulesEntry
+	nil,                             // 39: opendsec.v1.ListSandboxesRequest.LabelsEntry
+	(*durationpb.Duration)(nil),     // 40: google.protobuf.Duration
+	(*timestamppb.Timestamp)(nil),   // 41: google.protobuf.Timestamp
+	(*Image)(nil),                   // 42: opendsec.v1.Image
 }
 var file_opendsec_v1_sandbox_proto_depIdxs = []int32{
-	30, // 0: opendsec.v1.SandboxSpec.ttl_running_stop:type_name -> google.protobuf.Duration
-	30, // 1: opendsec.v1.SandboxSpec.ttl_lifetime:type_name -> google.protobuf.Duration
+	40, // 0: opendsec.v1.SandboxSpec.ttl_running_stop:type_name -> google.protobuf.Duration
+	40, // 1: opendsec.v1.SandboxSpec.ttl_lifetime:type_name -> google.protobuf.Duration
 	2,  // 2: opendsec.v1.SandboxSpec.on_idle:type_name -> opendsec.v1.OnIdle
-	25, // 3: opendsec.v1.SandboxSpec.env:type_name -> opendsec.v1.SandboxSpec.EnvEntry
-	26, // 4: opendsec.v1.SandboxSpec.labels:type_name -> opendsec.v1.SandboxSpec.LabelsEntry
-	27, // 5: opendsec.v1.SandboxSpec.metadata:type_name -> opendsec.v1.SandboxSpec.MetadataEntry
-	28, // 6: opendsec.v1.SandboxSpec.network_rules:type_name -> opendsec.v1.SandboxSpec.NetworkRulesEntry
+	35, // 3: opendsec.v1.SandboxSpec.env:type_name -> opendsec.v1.SandboxSpec.EnvEntry
+	36, // 4: opendsec.v1.SandboxSpec.labels:type_name -> opendsec.v1.SandboxSpec.LabelsEntry
+	37, // 5: opendsec.v1.SandboxSpec.metadata:type_name -> opendsec.v1.SandboxSpec.MetadataEntry
+	38, // 6: opendsec.v1.SandboxSpec.network_rules:type_name -> opendsec.v1.SandboxSpec.NetworkRulesEntry
 	1,  // 7: opendsec.v1.End.domain:type_name -> opendsec.v1.Domain
-	31, // 8: opendsec.v1.End.time:type_name -> google.protobuf.Timestamp
+	41, // 8: opendsec.v1.End.time:type_name -> google.protobuf.Timestamp
 	3,  // 9: opendsec.v1.Sandbox.spec:type_name -> opendsec.v1.SandboxSpec
 	0,  // 10: opendsec.v1.Sandbox.state:type_name -> opendsec.v1.State
-	31, // 11: opendsec.v1.Sandbox.created_at:type_name -> google.protobuf.Timestamp
-	31, // 12: opendsec.v1.Sandbox.started_at:type_name -> google.protobuf.Timestamp
+	41, // 11: opendsec.v1.Sandbox.created_at:type_name -> google.protobuf.Timestamp
+	41, // 12: opendsec.v1.Sandbox.started_at:type_name -> google.protobuf.Timestamp
 	4,  // 13: opendsec.v1.Sandbox.end:type_name -> opendsec.v1.End
-	3,  // 14: opendsec.v1.CreateSandboxRequest.spec:type_name -> opendsec.v1.SandboxSpec
-	5,  // 15: opendsec.v1.CreateSandboxResponse.sandbox:type_name -> opendsec.v1.Sandbox
-	3,  // 16: opendsec.v1.CreateSandboxesRequest.spec:type_name -> opendsec.v1.SandboxSpec
-	10, // 17: opendsec.v1.CreateSandboxesResponse.results:type_name -> opendsec.v1.CreateResult
-	5,  // 18: opendsec.v1.CreateResult.sandbox:type_name -> opendsec.v1.Sandbox
-	24, // 19: opendsec.v1.CreateResult.error:type_name -> opendsec.v1.ErrorInfo
-	5,  // 20: opendsec.v1.GetSandboxResponse.sandbox:type_name -> opendsec.v1.Sandbox
-	0,  // 21: opendsec.v1.ListSandboxesRequest.states:type_name -> opendsec.v1.State
-	29, // 22: opendsec.v1.ListSandboxesRequest.labels:type_name -> opendsec.v1.ListSandboxesRequest.LabelsEntry
-	5,  // 23: opendsec.v1.ListSandboxesResponse.sandboxes:type_name -> opendsec.v1.Sandbox
-	5,  // 24: opendsec.v1.StopSandboxResponse.sandbox:type_name -> opendsec.v1.Sandbox
-	30, // 25: opendsec.v1.SetTTLRequest.ttl_running_stop:type_name -> google.protobuf.Duration
-	30, // 26: opendsec.v1.SetTTLRequest.ttl_lifetime:type_name -> google.protobuf.Duration
-	5,  // 27: opendsec.v1.SetTTLResponse.sandbox:type_name -> opendsec.v1.Sandbox
-	23, // 28: opendsec.v1.GetMetricsResponse.metrics:type_name -> opendsec.v1.Metrics
-	31, // 29: opendsec.v1.Metrics.time:type_name -> google.protobuf.Timestamp
-	30, // 30: opendsec.v1.Metrics.cpu_time:type_name -> google.protobuf.Duration
-	1,  // 31: opendsec.v1.ErrorInfo.domain:type_name -> opendsec.v1.Domain
-	0,  // 32: opendsec.v1.ErrorInfo.state:type_name -> opendsec.v1.State
-	4,  // 33: opendsec.v1.ErrorInfo.end:type_name -> opendsec.v1.End
-	6,  // 34: opendsec.v1.SandboxService.CreateSandbox:input_type -> opendsec.v1.CreateSandboxRequest
-	8,  // 35: opendsec.v1.SandboxService.CreateSandboxes:input_type -> opendsec.v1.CreateSandboxesRequest
-	11, // 36: opendsec.v1.SandboxService.GetSandbox:input_type -> opendsec.v1.GetSandboxRequest
-	13, // 37: opendsec.v1.SandboxService.ListSandboxes:input_type -> opendsec.v1.ListSandboxesRequest
-	15, // 38: opendsec.v1.SandboxService.StopSandbox:input_type -> opendsec.v1.StopSandboxRequest
-	17, // 39: opendsec.v1.SandboxService.SetTTL:input_type -> opendsec.v1.SetTTLRequest
-	19, // 40: opendsec.v1.SandboxService.RefreshSandbox:input_type -> opendsec.v1.RefreshSandboxRequest
-	21, // 41: opendsec.v1.SandboxService.GetMetrics:input_type -> opendsec.v1.GetMetricsRequest
-	7,  // 42: opendsec.v1.SandboxService.CreateSandbox:output_type -> opendsec.v1.CreateSandboxResponse
-	9,  // 43: opendsec.v1.SandboxService.CreateSandboxes:output_type -> opendsec.v1.CreateSandboxesResponse
-	12, // 44: opendsec.v1.SandboxService.GetSandbox:output_type -> opendsec.v1.GetSandboxResponse
-	14, // 45: opendsec.v1.SandboxService.ListSandboxes:output_type -> opendsec.v1.ListSandboxesResponse
-	16, // 46: opendsec.v1.SandboxService.StopSandbox:output_type -> opendsec.v1.StopSandboxResponse
-	18, // 47: opendsec.v1.SandboxService.SetTTL:output_type -> opendsec.v1.SetTTLResponse
-	20, // 48: opendsec.v1.SandboxService.RefreshSandbox:output_type -> opendsec.v1.RefreshSandboxResponse
-	22, // 49: opendsec.v1.SandboxService.GetMetrics:output_type -> opendsec.v1.GetMetricsResponse
-	42, // [42:50] is the sub-list for method output_type
-	34, // [34:42] is the sub-list for method input_type
-	34, // [34:34] is the sub-list for extension type_name
-	34, // [34:34] is the sub-list for extension extendee
-	0,  // [0:34] is the sub-list for field type_name
+	41, // 14: opendsec.v1.Sandbox.paused_at:type_name -> google.protobuf.Timestamp
+	3,  // 15: opendsec.v1.CreateSandboxRequest.spec:type_name -> opendsec.v1.SandboxSpec
+	5,  // 16: opendsec.v1.CreateSandboxResponse.sandbox:type_name -> opendsec.v1.Sandbox
+	3,  // 17: opendsec.v1.CreateSandboxesRequest.spec:type_name -> opendsec.v1.SandboxSpec
+	10, // 18: opendsec.v1.CreateSandboxesResponse.results:type_name -> opendsec.v1.CreateResult
+	5,  // 19: opendsec.v1.CreateResult.sandbox:type_name -> opendsec.v1.Sandbox
+	34, // 20: opendsec.v1.CreateResult.error:type_name -> opendsec.v1.ErrorInfo
+	5,  // 21: opendsec.v1.GetSandboxResponse.sandbox:type_name -> opendsec.v1.Sandbox
+	0,  // 22: opendsec.v1.ListSandboxesRequest.states:type_name -> opendsec.v1.State
+	39, // 23: opendsec.v1.ListSandboxesRequest.labels:type_name -> opendsec.v1.ListSandboxesRequest.LabelsEntry
+	5,  // 24: opendsec.v1.ListSandboxesResponse.sandboxes:type_name -> opendsec.v1.Sandbox
+	5,  // 25: opendsec.v1.StopSandboxResponse.sandbox:type_name -> opendsec.v1.Sandbox
+	40, // 26: opendsec.v1.SetTTLRequest.ttl_running_stop:type_name -> google.protobuf.Duration
+	40, // 27: opendsec.v1.SetTTLRequest.ttl_lifetime:type_name -> google.protobuf.Duration
+	5,  // 28: opendsec.v1.SetTTLResponse.sandbox:type_name -> opendsec.v1.Sandbox
+	33, // 29: opendsec.v1.GetMetricsResponse.metrics:type_name -> opendsec.v1.Metrics
+	5,  // 30: opendsec.v1.PauseSandboxResponse.sandbox:type_name -> opendsec.v1.Sandbox
+	5,  // 31: opendsec.v1.ResumeSandboxResponse.sandbox:type_name -> opendsec.v1.Sandbox
+	10, // 32: opendsec.v1.ForkSandboxResponse.results:type_name -> opendsec.v1.CreateResult
+	42, // 33: opendsec.v1.CreateSnapshotResponse.image:type_name -> opendsec.v1.Image
+	42, // 34: opendsec.v1.PackDiffResponse.image:type_name -> opendsec.v1.Image
+	41, // 35: opendsec.v1.Metrics.time:type_name -> google.protobuf.Timestamp
+	40, // 36: opendsec.v1.Metrics.cpu_time:type_name -> google.protobuf.Duration
+	1,  // 37: opendsec.v1.ErrorInfo.domain:type_name -> opendsec.v1.Domain
+	0,  // 38: opendsec.v1.ErrorInfo.state:type_name -> opendsec.v1.State
+	4,  // 39: opendsec.v1.ErrorInfo.end:type_name -> opendsec.v1.End
+	6,  // 40: opendsec.v1.SandboxService.CreateSandbox:input_type -> opendsec.v1.CreateSandboxRequest
+	8,  // 41: opendsec.v1.SandboxService.CreateSandboxes:input_type -> opendsec.v1.CreateSandboxesRequest
+	11, // 42: opendsec.v1.SandboxService.GetSandbox:input_type -> opendsec.v1.GetSandboxRequest
+	13, // 43: opendsec.v1.SandboxService.ListSandboxes:input_type -> opendsec.v1.ListSandboxesRequest
+	15, // 44: opendsec.v1.SandboxService.StopSandbox:input_type -> opendsec.v1.StopSandboxRequest
+	17, // 45: opendsec.v1.SandboxService.SetTTL:input_type -> opendsec.v1.SetTTLRequest
+	19, // 46: opendsec.v1.SandboxService.RefreshSandbox:input_type -> opendsec.v1.RefreshSandboxRequest
+	21, // 47: opendsec.v1.SandboxService.GetMetrics:input_type -> opendsec.v1.GetMetricsRequest
+	23, // 48: opendsec.v1.SandboxService.PauseSandbox:input_type -> opendsec.v1.PauseSandboxRequest
+	25, // 49: opendsec.v1.SandboxService.ResumeSandbox:input_type -> opendsec.v1.ResumeSandboxRequest
+	27, // 50: opendsec.v1.SandboxService.ForkSandbox:input_type -> opendsec.v1.ForkSandboxRequest
+	29, // 51: opendsec.v1.SandboxService.CreateSnapshot:input_type -> opendsec.v1.CreateSnapshotRequest
+	31, // 52: opendsec.v1.SandboxService.PackDiff:input_type -> opendsec.v1.PackDiffRequest
+	7,  // 53: opendsec.v1.SandboxService.CreateSandbox:output_type -> opendsec.v1.CreateSandboxResponse
+	9,  // 54: opendsec.v1.SandboxService.CreateSandboxes:output_type -> opendsec.v1.CreateSandboxesResponse
+	12, // 55: opendsec.v1.SandboxService.GetSandbox:output_type -> opendsec.v1.GetSandboxResponse
+	14, // 56: opendsec.v1.SandboxService.ListSandboxes:output_type -> opendsec.v1.ListSandboxesResponse
+	16, // 57: opendsec.v1.SandboxService.StopSandbox:output_type -> opendsec.v1.StopSandboxResponse
+	18, // 58: opendsec.v1.SandboxService.SetTTL:output_type -> opendsec.v1.SetTTLResponse
+	20, // 59: opendsec.v1.SandboxService.RefreshSandbox:output_type -> opendsec.v1.RefreshSandboxResponse
+	22, // 60: opendsec.v1.SandboxService.GetMetrics:output_type -> opendsec.v1.GetMetricsResponse
+	24, // 61: opendsec.v1.SandboxService.PauseSandbox:output_type -> opendsec.v1.PauseSandboxResponse
+	26, // 62: opendsec.v1.SandboxService.ResumeSandbox:output_type -> opendsec.v1.ResumeSandboxResponse
+	28, // 63: opendsec.v1.SandboxService.ForkSandbox:output_type -> opendsec.v1.ForkSandboxResponse
+	30, // 64: opendsec.v1.SandboxService.CreateSnapshot:output_type -> opendsec.v1.CreateSnapshotResponse
+	32, // 65: opendsec.v1.SandboxService.PackDiff:output_type -> opendsec.v1.PackDiffResponse
+	53, // [53:66] is the sub-list for method output_type
+	40, // [40:53] is the sub-list for method input_type
+	40, // [40:40] is the sub-list for extension type_name
+	40, // [40:40] is the sub-list for extension extendee
+	0,  // [0:40] is the sub-list for field type_name
 }
 
 func init() { file_opendsec_v1_sandbox_proto_init() }
@@ -2062,6 +2669,7 @@ func file_opendsec_v1_sandbox_proto_init() {
 	if File_opendsec_v1_sandbox_proto != nil {
 		return
 	}
+	file_opendsec_v1_image_proto_init()
 	file_opendsec_v1_sandbox_proto_msgTypes[7].OneofWrappers = []any{
 		(*CreateResult_Sandbox)(nil),
 		(*CreateResult_Error)(nil),
@@ -2073,7 +2681,7 @@ func file_opendsec_v1_sandbox_proto_init() {
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_opendsec_v1_sandbox_proto_rawDesc), len(file_opendsec_v1_sandbox_proto_rawDesc)),
 			NumEnums:      3,
-			NumMessages:   27,
+			NumMessages:   37,
 			NumExtensions: 0,
 			NumServices:   1,
 		},

@@ -54,6 +54,14 @@ const (
 	EdgeImportImageProcedure = "/edge.v1.Edge/ImportImage"
 	// EdgeBootstrapImageProcedure is the fully-qualified name of the Edge's BootstrapImage RPC.
 	EdgeBootstrapImageProcedure = "/edge.v1.Edge/BootstrapImage"
+	// EdgePauseSandboxProcedure is the fully-qualified name of the Edge's PauseSandbox RPC.
+	EdgePauseSandboxProcedure = "/edge.v1.Edge/PauseSandbox"
+	// EdgeResumeSandboxProcedure is the fully-qualified name of the Edge's ResumeSandbox RPC.
+	EdgeResumeSandboxProcedure = "/edge.v1.Edge/ResumeSandbox"
+	// EdgeForkSandboxProcedure is the fully-qualified name of the Edge's ForkSandbox RPC.
+	EdgeForkSandboxProcedure = "/edge.v1.Edge/ForkSandbox"
+	// EdgeSnapshotSandboxProcedure is the fully-qualified name of the Edge's SnapshotSandbox RPC.
+	EdgeSnapshotSandboxProcedure = "/edge.v1.Edge/SnapshotSandbox"
 	// EdgeDeleteImageProcedure is the fully-qualified name of the Edge's DeleteImage RPC.
 	EdgeDeleteImageProcedure = "/edge.v1.Edge/DeleteImage"
 	// EdgeFindLeaksProcedure is the fully-qualified name of the Edge's FindLeaks RPC.
@@ -83,6 +91,16 @@ type EdgeClient interface {
 	ImportImage(context.Context, *connect.Request[v1.ImportImageRequest]) (*connect.ServerStreamForClient[v1.ImportImageResponse], error)
 	// BootstrapImage builds an image into the node's store.
 	BootstrapImage(context.Context, *connect.Request[v1.BootstrapImageRequest]) (*connect.ServerStreamForClient[v1.ImportImageResponse], error)
+	// PauseSandbox stops all in a machine and keeps its state, on disk where the
+	// backend can. It may be repeated.
+	PauseSandbox(context.Context, *connect.Request[v1.PauseSandboxRequest]) (*connect.Response[v1.PauseSandboxResponse], error)
+	// ResumeSandbox lets a paused machine go on. It may be repeated.
+	ResumeSandbox(context.Context, *connect.Request[v1.ResumeSandboxRequest]) (*connect.Response[v1.ResumeSandboxResponse], error)
+	// ForkSandbox makes machines of a machine's state. It answers when each copy
+	// is there or has failed.
+	ForkSandbox(context.Context, *connect.Request[v1.ForkSandboxRequest]) (*connect.Response[v1.ForkSandboxResponse], error)
+	// SnapshotSandbox makes an image in the node's store of a machine's state.
+	SnapshotSandbox(context.Context, *connect.Request[v1.SnapshotSandboxRequest]) (*connect.Response[v1.SnapshotSandboxResponse], error)
 	// DeleteImage removes content from the node's store once no sandbox uses it.
 	DeleteImage(context.Context, *connect.Request[v1.DeleteImageRequest]) (*connect.Response[v1.DeleteImageResponse], error)
 	// FindLeaks compares what should exist on the node with what does.
@@ -154,6 +172,30 @@ func NewEdgeClient(httpClient connect.HTTPClient, baseURL string, opts ...connec
 			connect.WithSchema(edgeMethods.ByName("BootstrapImage")),
 			connect.WithClientOptions(opts...),
 		),
+		pauseSandbox: connect.NewClient[v1.PauseSandboxRequest, v1.PauseSandboxResponse](
+			httpClient,
+			baseURL+EdgePauseSandboxProcedure,
+			connect.WithSchema(edgeMethods.ByName("PauseSandbox")),
+			connect.WithClientOptions(opts...),
+		),
+		resumeSandbox: connect.NewClient[v1.ResumeSandboxRequest, v1.ResumeSandboxResponse](
+			httpClient,
+			baseURL+EdgeResumeSandboxProcedure,
+			connect.WithSchema(edgeMethods.ByName("ResumeSandbox")),
+			connect.WithClientOptions(opts...),
+		),
+		forkSandbox: connect.NewClient[v1.ForkSandboxRequest, v1.ForkSandboxResponse](
+			httpClient,
+			baseURL+EdgeForkSandboxProcedure,
+			connect.WithSchema(edgeMethods.ByName("ForkSandbox")),
+			connect.WithClientOptions(opts...),
+		),
+		snapshotSandbox: connect.NewClient[v1.SnapshotSandboxRequest, v1.SnapshotSandboxResponse](
+			httpClient,
+			baseURL+EdgeSnapshotSandboxProcedure,
+			connect.WithSchema(edgeMethods.ByName("SnapshotSandbox")),
+			connect.WithClientOptions(opts...),
+		),
 		deleteImage: connect.NewClient[v1.DeleteImageRequest, v1.DeleteImageResponse](
 			httpClient,
 			baseURL+EdgeDeleteImageProcedure,
@@ -171,17 +213,21 @@ func NewEdgeClient(httpClient connect.HTTPClient, baseURL string, opts ...connec
 
 // edgeClient implements EdgeClient.
 type edgeClient struct {
-	createSandbox  *connect.Client[v1.CreateSandboxRequest, v1.CreateSandboxResponse]
-	destroySandbox *connect.Client[v1.DestroySandboxRequest, v1.DestroySandboxResponse]
-	setDeadlines   *connect.Client[v1.SetDeadlinesRequest, v1.SetDeadlinesResponse]
-	touch          *connect.Client[v1.TouchRequest, v1.TouchResponse]
-	getMetrics     *connect.Client[v1.GetMetricsRequest, v1.GetMetricsResponse]
-	watch          *connect.Client[v1.WatchRequest, v1.WatchResponse]
-	forgetEnded    *connect.Client[v1.ForgetEndedRequest, v1.ForgetEndedResponse]
-	importImage    *connect.Client[v1.ImportImageRequest, v1.ImportImageResponse]
-	bootstrapImage *connect.Client[v1.BootstrapImageRequest, v1.ImportImageResponse]
-	deleteImage    *connect.Client[v1.DeleteImageRequest, v1.DeleteImageResponse]
-	findLeaks      *connect.Client[v1.FindLeaksRequest, v1.FindLeaksResponse]
+	createSandbox   *connect.Client[v1.CreateSandboxRequest, v1.CreateSandboxResponse]
+	destroySandbox  *connect.Client[v1.DestroySandboxRequest, v1.DestroySandboxResponse]
+	setDeadlines    *connect.Client[v1.SetDeadlinesRequest, v1.SetDeadlinesResponse]
+	touch           *connect.Client[v1.TouchRequest, v1.TouchResponse]
+	getMetrics      *connect.Client[v1.GetMetricsRequest, v1.GetMetricsResponse]
+	watch           *connect.Client[v1.WatchRequest, v1.WatchResponse]
+	forgetEnded     *connect.Client[v1.ForgetEndedRequest, v1.ForgetEndedResponse]
+	importImage     *connect.Client[v1.ImportImageRequest, v1.ImportImageResponse]
+	bootstrapImage  *connect.Client[v1.BootstrapImageRequest, v1.ImportImageResponse]
+	pauseSandbox    *connect.Client[v1.PauseSandboxRequest, v1.PauseSandboxResponse]
+	resumeSandbox   *connect.Client[v1.ResumeSandboxRequest, v1.ResumeSandboxResponse]
+	forkSandbox     *connect.Client[v1.ForkSandboxRequest, v1.ForkSandboxResponse]
+	snapshotSandbox *connect.Client[v1.SnapshotSandboxRequest, v1.SnapshotSandboxResponse]
+	deleteImage     *connect.Client[v1.DeleteImageRequest, v1.DeleteImageResponse]
+	findLeaks       *connect.Client[v1.FindLeaksRequest, v1.FindLeaksResponse]
 }
 
 // CreateSandbox calls edge.v1.Edge.CreateSandbox.
@@ -229,6 +275,26 @@ func (c *edgeClient) BootstrapImage(ctx context.Context, req *connect.Request[v1
 	return c.bootstrapImage.CallServerStream(ctx, req)
 }
 
+// PauseSandbox calls edge.v1.Edge.PauseSandbox.
+func (c *edgeClient) PauseSandbox(ctx context.Context, req *connect.Request[v1.PauseSandboxRequest]) (*connect.Response[v1.PauseSandboxResponse], error) {
+	return c.pauseSandbox.CallUnary(ctx, req)
+}
+
+// ResumeSandbox calls edge.v1.Edge.ResumeSandbox.
+func (c *edgeClient) ResumeSandbox(ctx context.Context, req *connect.Request[v1.ResumeSandboxRequest]) (*connect.Response[v1.ResumeSandboxResponse], error) {
+	return c.resumeSandbox.CallUnary(ctx, req)
+}
+
+// ForkSandbox calls edge.v1.Edge.ForkSandbox.
+func (c *edgeClient) ForkSandbox(ctx context.Context, req *connect.Request[v1.ForkSandboxRequest]) (*connect.Response[v1.ForkSandboxResponse], error) {
+	return c.forkSandbox.CallUnary(ctx, req)
+}
+
+// SnapshotSandbox calls edge.v1.Edge.SnapshotSandbox.
+func (c *edgeClient) SnapshotSandbox(ctx context.Context, req *connect.Request[v1.SnapshotSandboxRequest]) (*connect.Response[v1.SnapshotSandboxResponse], error) {
+	return c.snapshotSandbox.CallUnary(ctx, req)
+}
+
 // DeleteImage calls edge.v1.Edge.DeleteImage.
 func (c *edgeClient) DeleteImage(ctx context.Context, req *connect.Request[v1.DeleteImageRequest]) (*connect.Response[v1.DeleteImageResponse], error) {
 	return c.deleteImage.CallUnary(ctx, req)
@@ -262,6 +328,16 @@ type EdgeHandler interface {
 	ImportImage(context.Context, *connect.Request[v1.ImportImageRequest], *connect.ServerStream[v1.ImportImageResponse]) error
 	// BootstrapImage builds an image into the node's store.
 	BootstrapImage(context.Context, *connect.Request[v1.BootstrapImageRequest], *connect.ServerStream[v1.ImportImageResponse]) error
+	// PauseSandbox stops all in a machine and keeps its state, on disk where the
+	// backend can. It may be repeated.
+	PauseSandbox(context.Context, *connect.Request[v1.PauseSandboxRequest]) (*connect.Response[v1.PauseSandboxResponse], error)
+	// ResumeSandbox lets a paused machine go on. It may be repeated.
+	ResumeSandbox(context.Context, *connect.Request[v1.ResumeSandboxRequest]) (*connect.Response[v1.ResumeSandboxResponse], error)
+	// ForkSandbox makes machines of a machine's state. It answers when each copy
+	// is there or has failed.
+	ForkSandbox(context.Context, *connect.Request[v1.ForkSandboxRequest]) (*connect.Response[v1.ForkSandboxResponse], error)
+	// SnapshotSandbox makes an image in the node's store of a machine's state.
+	SnapshotSandbox(context.Context, *connect.Request[v1.SnapshotSandboxRequest]) (*connect.Response[v1.SnapshotSandboxResponse], error)
 	// DeleteImage removes content from the node's store once no sandbox uses it.
 	DeleteImage(context.Context, *connect.Request[v1.DeleteImageRequest]) (*connect.Response[v1.DeleteImageResponse], error)
 	// FindLeaks compares what should exist on the node with what does.
@@ -329,6 +405,30 @@ func NewEdgeHandler(svc EdgeHandler, opts ...connect.HandlerOption) (string, htt
 		connect.WithSchema(edgeMethods.ByName("BootstrapImage")),
 		connect.WithHandlerOptions(opts...),
 	)
+	edgePauseSandboxHandler := connect.NewUnaryHandler(
+		EdgePauseSandboxProcedure,
+		svc.PauseSandbox,
+		connect.WithSchema(edgeMethods.ByName("PauseSandbox")),
+		connect.WithHandlerOptions(opts...),
+	)
+	edgeResumeSandboxHandler := connect.NewUnaryHandler(
+		EdgeResumeSandboxProcedure,
+		svc.ResumeSandbox,
+		connect.WithSchema(edgeMethods.ByName("ResumeSandbox")),
+		connect.WithHandlerOptions(opts...),
+	)
+	edgeForkSandboxHandler := connect.NewUnaryHandler(
+		EdgeForkSandboxProcedure,
+		svc.ForkSandbox,
+		connect.WithSchema(edgeMethods.ByName("ForkSandbox")),
+		connect.WithHandlerOptions(opts...),
+	)
+	edgeSnapshotSandboxHandler := connect.NewUnaryHandler(
+		EdgeSnapshotSandboxProcedure,
+		svc.SnapshotSandbox,
+		connect.WithSchema(edgeMethods.ByName("SnapshotSandbox")),
+		connect.WithHandlerOptions(opts...),
+	)
 	edgeDeleteImageHandler := connect.NewUnaryHandler(
 		EdgeDeleteImageProcedure,
 		svc.DeleteImage,
@@ -361,6 +461,14 @@ func NewEdgeHandler(svc EdgeHandler, opts ...connect.HandlerOption) (string, htt
 			edgeImportImageHandler.ServeHTTP(w, r)
 		case EdgeBootstrapImageProcedure:
 			edgeBootstrapImageHandler.ServeHTTP(w, r)
+		case EdgePauseSandboxProcedure:
+			edgePauseSandboxHandler.ServeHTTP(w, r)
+		case EdgeResumeSandboxProcedure:
+			edgeResumeSandboxHandler.ServeHTTP(w, r)
+		case EdgeForkSandboxProcedure:
+			edgeForkSandboxHandler.ServeHTTP(w, r)
+		case EdgeSnapshotSandboxProcedure:
+			edgeSnapshotSandboxHandler.ServeHTTP(w, r)
 		case EdgeDeleteImageProcedure:
 			edgeDeleteImageHandler.ServeHTTP(w, r)
 		case EdgeFindLeaksProcedure:
@@ -408,6 +516,22 @@ func (UnimplementedEdgeHandler) ImportImage(context.Context, *connect.Request[v1
 
 func (UnimplementedEdgeHandler) BootstrapImage(context.Context, *connect.Request[v1.BootstrapImageRequest], *connect.ServerStream[v1.ImportImageResponse]) error {
 	return connect.NewError(connect.CodeUnimplemented, errors.New("edge.v1.Edge.BootstrapImage is not implemented"))
+}
+
+func (UnimplementedEdgeHandler) PauseSandbox(context.Context, *connect.Request[v1.PauseSandboxRequest]) (*connect.Response[v1.PauseSandboxResponse], error) {
+	return nil, connect.NewError(connect.CodeUnimplemented, errors.New("edge.v1.Edge.PauseSandbox is not implemented"))
+}
+
+func (UnimplementedEdgeHandler) ResumeSandbox(context.Context, *connect.Request[v1.ResumeSandboxRequest]) (*connect.Response[v1.ResumeSandboxResponse], error) {
+	return nil, connect.NewError(connect.CodeUnimplemented, errors.New("edge.v1.Edge.ResumeSandbox is not implemented"))
+}
+
+func (UnimplementedEdgeHandler) ForkSandbox(context.Context, *connect.Request[v1.ForkSandboxRequest]) (*connect.Response[v1.ForkSandboxResponse], error) {
+	return nil, connect.NewError(connect.CodeUnimplemented, errors.New("edge.v1.Edge.ForkSandbox is not implemented"))
+}
+
+func (UnimplementedEdgeHandler) SnapshotSandbox(context.Context, *connect.Request[v1.SnapshotSandboxRequest]) (*connect.Response[v1.SnapshotSandboxResponse], error) {
+	return nil, connect.NewError(connect.CodeUnimplemented, errors.New("edge.v1.Edge.SnapshotSandbox is not implemented"))
 }
 
 func (UnimplementedEdgeHandler) DeleteImage(context.Context, *connect.Request[v1.DeleteImageRequest]) (*connect.Response[v1.DeleteImageResponse], error) {

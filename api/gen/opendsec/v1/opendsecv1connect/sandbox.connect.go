@@ -61,6 +61,20 @@ const (
 	// SandboxServiceGetMetricsProcedure is the fully-qualified name of the SandboxService's GetMetrics
 	// RPC.
 	SandboxServiceGetMetricsProcedure = "/opendsec.v1.SandboxService/GetMetrics"
+	// SandboxServicePauseSandboxProcedure is the fully-qualified name of the SandboxService's
+	// PauseSandbox RPC.
+	SandboxServicePauseSandboxProcedure = "/opendsec.v1.SandboxService/PauseSandbox"
+	// SandboxServiceResumeSandboxProcedure is the fully-qualified name of the SandboxService's
+	// ResumeSandbox RPC.
+	SandboxServiceResumeSandboxProcedure = "/opendsec.v1.SandboxService/ResumeSandbox"
+	// SandboxServiceForkSandboxProcedure is the fully-qualified name of the SandboxService's
+	// ForkSandbox RPC.
+	SandboxServiceForkSandboxProcedure = "/opendsec.v1.SandboxService/ForkSandbox"
+	// SandboxServiceCreateSnapshotProcedure is the fully-qualified name of the SandboxService's
+	// CreateSnapshot RPC.
+	SandboxServiceCreateSnapshotProcedure = "/opendsec.v1.SandboxService/CreateSnapshot"
+	// SandboxServicePackDiffProcedure is the fully-qualified name of the SandboxService's PackDiff RPC.
+	SandboxServicePackDiffProcedure = "/opendsec.v1.SandboxService/PackDiff"
 )
 
 // SandboxServiceClient is a client for the opendsec.v1.SandboxService service.
@@ -82,6 +96,21 @@ type SandboxServiceClient interface {
 	RefreshSandbox(context.Context, *connect.Request[v1.RefreshSandboxRequest]) (*connect.Response[v1.RefreshSandboxResponse], error)
 	// GetMetrics returns what a sandbox uses now.
 	GetMetrics(context.Context, *connect.Request[v1.GetMetricsRequest]) (*connect.Response[v1.GetMetricsResponse], error)
+	// PauseSandbox stops all that runs in a sandbox and keeps it. On a backend
+	// that can, memory goes to disk and the machine ends. It may be repeated; one
+	// that fails leaves the sandbox running.
+	PauseSandbox(context.Context, *connect.Request[v1.PauseSandboxRequest]) (*connect.Response[v1.PauseSandboxResponse], error)
+	// ResumeSandbox lets a paused sandbox go on where it was. It may be repeated;
+	// one that fails leaves it paused.
+	ResumeSandbox(context.Context, *connect.Request[v1.ResumeSandboxRequest]) (*connect.Response[v1.ResumeSandboxResponse], error)
+	// ForkSandbox makes copies of a running or paused sandbox, which goes on.
+	ForkSandbox(context.Context, *connect.Request[v1.ForkSandboxRequest]) (*connect.Response[v1.ForkSandboxResponse], error)
+	// CreateSnapshot makes an image of a sandbox that others can start from; the
+	// sandbox goes on. The image is visible once it is whole.
+	CreateSnapshot(context.Context, *connect.Request[v1.CreateSnapshotRequest]) (*connect.Response[v1.CreateSnapshotResponse], error)
+	// PackDiff makes an image of a sandbox's image and the files that were
+	// changed since, for every backend.
+	PackDiff(context.Context, *connect.Request[v1.PackDiffRequest]) (*connect.Response[v1.PackDiffResponse], error)
 }
 
 // NewSandboxServiceClient constructs a client for the opendsec.v1.SandboxService service. By
@@ -143,6 +172,36 @@ func NewSandboxServiceClient(httpClient connect.HTTPClient, baseURL string, opts
 			connect.WithSchema(sandboxServiceMethods.ByName("GetMetrics")),
 			connect.WithClientOptions(opts...),
 		),
+		pauseSandbox: connect.NewClient[v1.PauseSandboxRequest, v1.PauseSandboxResponse](
+			httpClient,
+			baseURL+SandboxServicePauseSandboxProcedure,
+			connect.WithSchema(sandboxServiceMethods.ByName("PauseSandbox")),
+			connect.WithClientOptions(opts...),
+		),
+		resumeSandbox: connect.NewClient[v1.ResumeSandboxRequest, v1.ResumeSandboxResponse](
+			httpClient,
+			baseURL+SandboxServiceResumeSandboxProcedure,
+			connect.WithSchema(sandboxServiceMethods.ByName("ResumeSandbox")),
+			connect.WithClientOptions(opts...),
+		),
+		forkSandbox: connect.NewClient[v1.ForkSandboxRequest, v1.ForkSandboxResponse](
+			httpClient,
+			baseURL+SandboxServiceForkSandboxProcedure,
+			connect.WithSchema(sandboxServiceMethods.ByName("ForkSandbox")),
+			connect.WithClientOptions(opts...),
+		),
+		createSnapshot: connect.NewClient[v1.CreateSnapshotRequest, v1.CreateSnapshotResponse](
+			httpClient,
+			baseURL+SandboxServiceCreateSnapshotProcedure,
+			connect.WithSchema(sandboxServiceMethods.ByName("CreateSnapshot")),
+			connect.WithClientOptions(opts...),
+		),
+		packDiff: connect.NewClient[v1.PackDiffRequest, v1.PackDiffResponse](
+			httpClient,
+			baseURL+SandboxServicePackDiffProcedure,
+			connect.WithSchema(sandboxServiceMethods.ByName("PackDiff")),
+			connect.WithClientOptions(opts...),
+		),
 	}
 }
 
@@ -156,6 +215,11 @@ type sandboxServiceClient struct {
 	setTTL          *connect.Client[v1.SetTTLRequest, v1.SetTTLResponse]
 	refreshSandbox  *connect.Client[v1.RefreshSandboxRequest, v1.RefreshSandboxResponse]
 	getMetrics      *connect.Client[v1.GetMetricsRequest, v1.GetMetricsResponse]
+	pauseSandbox    *connect.Client[v1.PauseSandboxRequest, v1.PauseSandboxResponse]
+	resumeSandbox   *connect.Client[v1.ResumeSandboxRequest, v1.ResumeSandboxResponse]
+	forkSandbox     *connect.Client[v1.ForkSandboxRequest, v1.ForkSandboxResponse]
+	createSnapshot  *connect.Client[v1.CreateSnapshotRequest, v1.CreateSnapshotResponse]
+	packDiff        *connect.Client[v1.PackDiffRequest, v1.PackDiffResponse]
 }
 
 // CreateSandbox calls opendsec.v1.SandboxService.CreateSandbox.
@@ -198,6 +262,31 @@ func (c *sandboxServiceClient) GetMetrics(ctx context.Context, req *connect.Requ
 	return c.getMetrics.CallUnary(ctx, req)
 }
 
+// PauseSandbox calls opendsec.v1.SandboxService.PauseSandbox.
+func (c *sandboxServiceClient) PauseSandbox(ctx context.Context, req *connect.Request[v1.PauseSandboxRequest]) (*connect.Response[v1.PauseSandboxResponse], error) {
+	return c.pauseSandbox.CallUnary(ctx, req)
+}
+
+// ResumeSandbox calls opendsec.v1.SandboxService.ResumeSandbox.
+func (c *sandboxServiceClient) ResumeSandbox(ctx context.Context, req *connect.Request[v1.ResumeSandboxRequest]) (*connect.Response[v1.ResumeSandboxResponse], error) {
+	return c.resumeSandbox.CallUnary(ctx, req)
+}
+
+// ForkSandbox calls opendsec.v1.SandboxService.ForkSandbox.
+func (c *sandboxServiceClient) ForkSandbox(ctx context.Context, req *connect.Request[v1.ForkSandboxRequest]) (*connect.Response[v1.ForkSandboxResponse], error) {
+	return c.forkSandbox.CallUnary(ctx, req)
+}
+
+// CreateSnapshot calls opendsec.v1.SandboxService.CreateSnapshot.
+func (c *sandboxServiceClient) CreateSnapshot(ctx context.Context, req *connect.Request[v1.CreateSnapshotRequest]) (*connect.Response[v1.CreateSnapshotResponse], error) {
+	return c.createSnapshot.CallUnary(ctx, req)
+}
+
+// PackDiff calls opendsec.v1.SandboxService.PackDiff.
+func (c *sandboxServiceClient) PackDiff(ctx context.Context, req *connect.Request[v1.PackDiffRequest]) (*connect.Response[v1.PackDiffResponse], error) {
+	return c.packDiff.CallUnary(ctx, req)
+}
+
 // SandboxServiceHandler is an implementation of the opendsec.v1.SandboxService service.
 type SandboxServiceHandler interface {
 	// CreateSandbox makes a sandbox and answers when it can run commands.
@@ -217,6 +306,21 @@ type SandboxServiceHandler interface {
 	RefreshSandbox(context.Context, *connect.Request[v1.RefreshSandboxRequest]) (*connect.Response[v1.RefreshSandboxResponse], error)
 	// GetMetrics returns what a sandbox uses now.
 	GetMetrics(context.Context, *connect.Request[v1.GetMetricsRequest]) (*connect.Response[v1.GetMetricsResponse], error)
+	// PauseSandbox stops all that runs in a sandbox and keeps it. On a backend
+	// that can, memory goes to disk and the machine ends. It may be repeated; one
+	// that fails leaves the sandbox running.
+	PauseSandbox(context.Context, *connect.Request[v1.PauseSandboxRequest]) (*connect.Response[v1.PauseSandboxResponse], error)
+	// ResumeSandbox lets a paused sandbox go on where it was. It may be repeated;
+	// one that fails leaves it paused.
+	ResumeSandbox(context.Context, *connect.Request[v1.ResumeSandboxRequest]) (*connect.Response[v1.ResumeSandboxResponse], error)
+	// ForkSandbox makes copies of a running or paused sandbox, which goes on.
+	ForkSandbox(context.Context, *connect.Request[v1.ForkSandboxRequest]) (*connect.Response[v1.ForkSandboxResponse], error)
+	// CreateSnapshot makes an image of a sandbox that others can start from; the
+	// sandbox goes on. The image is visible once it is whole.
+	CreateSnapshot(context.Context, *connect.Request[v1.CreateSnapshotRequest]) (*connect.Response[v1.CreateSnapshotResponse], error)
+	// PackDiff makes an image of a sandbox's image and the files that were
+	// changed since, for every backend.
+	PackDiff(context.Context, *connect.Request[v1.PackDiffRequest]) (*connect.Response[v1.PackDiffResponse], error)
 }
 
 // NewSandboxServiceHandler builds an HTTP handler from the service implementation. It returns the
@@ -274,6 +378,36 @@ func NewSandboxServiceHandler(svc SandboxServiceHandler, opts ...connect.Handler
 		connect.WithSchema(sandboxServiceMethods.ByName("GetMetrics")),
 		connect.WithHandlerOptions(opts...),
 	)
+	sandboxServicePauseSandboxHandler := connect.NewUnaryHandler(
+		SandboxServicePauseSandboxProcedure,
+		svc.PauseSandbox,
+		connect.WithSchema(sandboxServiceMethods.ByName("PauseSandbox")),
+		connect.WithHandlerOptions(opts...),
+	)
+	sandboxServiceResumeSandboxHandler := connect.NewUnaryHandler(
+		SandboxServiceResumeSandboxProcedure,
+		svc.ResumeSandbox,
+		connect.WithSchema(sandboxServiceMethods.ByName("ResumeSandbox")),
+		connect.WithHandlerOptions(opts...),
+	)
+	sandboxServiceForkSandboxHandler := connect.NewUnaryHandler(
+		SandboxServiceForkSandboxProcedure,
+		svc.ForkSandbox,
+		connect.WithSchema(sandboxServiceMethods.ByName("ForkSandbox")),
+		connect.WithHandlerOptions(opts...),
+	)
+	sandboxServiceCreateSnapshotHandler := connect.NewUnaryHandler(
+		SandboxServiceCreateSnapshotProcedure,
+		svc.CreateSnapshot,
+		connect.WithSchema(sandboxServiceMethods.ByName("CreateSnapshot")),
+		connect.WithHandlerOptions(opts...),
+	)
+	sandboxServicePackDiffHandler := connect.NewUnaryHandler(
+		SandboxServicePackDiffProcedure,
+		svc.PackDiff,
+		connect.WithSchema(sandboxServiceMethods.ByName("PackDiff")),
+		connect.WithHandlerOptions(opts...),
+	)
 	return "/opendsec.v1.SandboxService/", http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		switch r.URL.Path {
 		case SandboxServiceCreateSandboxProcedure:
@@ -292,6 +426,16 @@ func NewSandboxServiceHandler(svc SandboxServiceHandler, opts ...connect.Handler
 			sandboxServiceRefreshSandboxHandler.ServeHTTP(w, r)
 		case SandboxServiceGetMetricsProcedure:
 			sandboxServiceGetMetricsHandler.ServeHTTP(w, r)
+		case SandboxServicePauseSandboxProcedure:
+			sandboxServicePauseSandboxHandler.ServeHTTP(w, r)
+		case SandboxServiceResumeSandboxProcedure:
+			sandboxServiceResumeSandboxHandler.ServeHTTP(w, r)
+		case SandboxServiceForkSandboxProcedure:
+			sandboxServiceForkSandboxHandler.ServeHTTP(w, r)
+		case SandboxServiceCreateSnapshotProcedure:
+			sandboxServiceCreateSnapshotHandler.ServeHTTP(w, r)
+		case SandboxServicePackDiffProcedure:
+			sandboxServicePackDiffHandler.ServeHTTP(w, r)
 		default:
 			http.NotFound(w, r)
 		}
@@ -331,4 +475,24 @@ func (UnimplementedSandboxServiceHandler) RefreshSandbox(context.Context, *conne
 
 func (UnimplementedSandboxServiceHandler) GetMetrics(context.Context, *connect.Request[v1.GetMetricsRequest]) (*connect.Response[v1.GetMetricsResponse], error) {
 	return nil, connect.NewError(connect.CodeUnimplemented, errors.New("opendsec.v1.SandboxService.GetMetrics is not implemented"))
+}
+
+func (UnimplementedSandboxServiceHandler) PauseSandbox(context.Context, *connect.Request[v1.PauseSandboxRequest]) (*connect.Response[v1.PauseSandboxResponse], error) {
+	return nil, connect.NewError(connect.CodeUnimplemented, errors.New("opendsec.v1.SandboxService.PauseSandbox is not implemented"))
+}
+
+func (UnimplementedSandboxServiceHandler) ResumeSandbox(context.Context, *connect.Request[v1.ResumeSandboxRequest]) (*connect.Response[v1.ResumeSandboxResponse], error) {
+	return nil, connect.NewError(connect.CodeUnimplemented, errors.New("opendsec.v1.SandboxService.ResumeSandbox is not implemented"))
+}
+
+func (UnimplementedSandboxServiceHandler) ForkSandbox(context.Context, *connect.Request[v1.ForkSandboxRequest]) (*connect.Response[v1.ForkSandboxResponse], error) {
+	return nil, connect.NewError(connect.CodeUnimplemented, errors.New("opendsec.v1.SandboxService.ForkSandbox is not implemented"))
+}
+
+func (UnimplementedSandboxServiceHandler) CreateSnapshot(context.Context, *connect.Request[v1.CreateSnapshotRequest]) (*connect.Response[v1.CreateSnapshotResponse], error) {
+	return nil, connect.NewError(connect.CodeUnimplemented, errors.New("opendsec.v1.SandboxService.CreateSnapshot is not implemented"))
+}
+
+func (UnimplementedSandboxServiceHandler) PackDiff(context.Context, *connect.Request[v1.PackDiffRequest]) (*connect.Response[v1.PackDiffResponse], error) {
+	return nil, connect.NewError(connect.CodeUnimplemented, errors.New("opendsec.v1.SandboxService.PackDiff is not implemented"))
 }

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from protobuf.wkt.google.protobuf.timestamp_pb import Timestamp
 
 
-_ImageFields: TypeAlias = Literal["name", "digest", "kind", "size", "created_at", "source", "architecture", "config"]
+_ImageFields: TypeAlias = Literal["name", "digest", "kind", "size", "created_at", "source", "architecture", "config", "snapshot"]
 
 class Image(Message[_ImageFields]):
     """
@@ -41,7 +41,8 @@ class Image(Message[_ImageFields]):
             string digest = 2;
             ```
         kind:
-            "oci" for a plain image.
+            "oci" for a plain image, "files" for one packed from a sandbox's files,
+            "memory" for a snapshot with memory, which runs on one backend only.
 
             ```proto
             string kind = 3;
@@ -76,9 +77,15 @@ class Image(Message[_ImageFields]):
             ```proto
             optional opendsec.v1.ImageConfig config = 8;
             ```
+        snapshot:
+            What a start of it needs; only for a snapshot with memory.
+
+            ```proto
+            optional opendsec.v1.SnapshotInfo snapshot = 9;
+            ```
     """
 
-    __slots__ = ("name", "digest", "kind", "size", "created_at", "source", "architecture", "config")
+    __slots__ = ("name", "digest", "kind", "size", "created_at", "source", "architecture", "config", "snapshot")
 
     if TYPE_CHECKING:
 
@@ -93,6 +100,7 @@ class Image(Message[_ImageFields]):
             source: str = "",
             architecture: str = "",
             config: ImageConfig | None = None,
+            snapshot: SnapshotInfo | None = None,
         ) -> None:
             pass
 
@@ -104,6 +112,120 @@ class Image(Message[_ImageFields]):
         source: str
         architecture: str
         config: ImageConfig | None
+        snapshot: SnapshotInfo | None
+
+_SnapshotInfoFields: TypeAlias = Literal["backend", "virtualization", "runtime", "kernel", "cpu_features", "agent", "cpu_cores_limit", "memory_limit_mb", "disk_limit_mb", "pids_limit", "nodes"]
+
+class SnapshotInfo(Message[_SnapshotInfoFields]):
+    """
+    SnapshotInfo says what a snapshot with memory was taken of, and so what a
+    node and a start must be like.
+
+    ```proto
+    message opendsec.v1.SnapshotInfo
+    ```
+
+    Attributes:
+        backend:
+            The backend that can start it.
+
+            ```proto
+            string backend = 1;
+            ```
+        virtualization:
+            How that backend makes its machines, such as "systrap".
+
+            ```proto
+            string virtualization = 2;
+            ```
+        runtime:
+            Version of the kernel or monitor, with its patches.
+
+            ```proto
+            string runtime = 3;
+            ```
+        kernel:
+            The host's kernel where it was taken; for information.
+
+            ```proto
+            string kernel = 4;
+            ```
+        cpu_features:
+            CPU features that a node must have.
+
+            ```proto
+            repeated string cpu_features = 5;
+            ```
+        agent:
+            The agent in it.
+
+            ```proto
+            string agent = 6;
+            ```
+        cpu_cores_limit:
+            Its machine's limits, which a start has too.
+
+            ```proto
+            double cpu_cores_limit = 7;
+            ```
+        memory_limit_mb:
+            Memory in MiB.
+
+            ```proto
+            int64 memory_limit_mb = 8;
+            ```
+        disk_limit_mb:
+            What may be written to the file system, in MiB.
+
+            ```proto
+            int64 disk_limit_mb = 9;
+            ```
+        pids_limit:
+            Processes and threads.
+
+            ```proto
+            int64 pids_limit = 10;
+            ```
+        nodes:
+            Nodes that have it; it starts on these only.
+
+            ```proto
+            repeated string nodes = 11;
+            ```
+    """
+
+    __slots__ = ("backend", "virtualization", "runtime", "kernel", "cpu_features", "agent", "cpu_cores_limit", "memory_limit_mb", "disk_limit_mb", "pids_limit", "nodes")
+
+    if TYPE_CHECKING:
+
+        def __init__(
+            self,
+            *,
+            backend: str = "",
+            virtualization: str = "",
+            runtime: str = "",
+            kernel: str = "",
+            cpu_features: list[str] | None = None,
+            agent: str = "",
+            cpu_cores_limit: float = 0,
+            memory_limit_mb: int = 0,
+            disk_limit_mb: int = 0,
+            pids_limit: int = 0,
+            nodes: list[str] | None = None,
+        ) -> None:
+            pass
+
+        backend: str
+        virtualization: str
+        runtime: str
+        kernel: str
+        cpu_features: list[str]
+        agent: str
+        cpu_cores_limit: float
+        memory_limit_mb: int
+        disk_limit_mb: int
+        pids_limit: int
+        nodes: list[str]
 
 _ImageConfigFields: TypeAlias = Literal["env", "user", "workdir", "entrypoint", "cmd", "labels"]
 
@@ -657,12 +779,13 @@ class DeleteImageResponse(Message[_DeleteImageResponseFields]):
 
 
 _DESC = file_desc(
-    b'\n\x17opendsec/v1/image.proto\x12\x0bopendsec.v1\x1a\x1fgoogle/protobuf/timestamp.proto"\x84\x02\n\x05Image\x12\x12\n\x04name\x18\x01 \x01(\tR\x04name\x12\x16\n\x06digest\x18\x02 \x01(\tR\x06digest\x12\x12\n\x04kind\x18\x03 \x01(\tR\x04kind\x12\x12\n\x04size\x18\x04 \x01(\x03R\x04size\x129\n\ncreated_at\x18\x05 \x01(\x0b2\x1a.google.protobuf.TimestampR\tcreatedAt\x12\x16\n\x06source\x18\x06 \x01(\tR\x06source\x12"\n\x0carchitecture\x18\x07 \x01(\tR\x0carchitecture\x120\n\x06config\x18\x08 \x01(\x0b2\x18.opendsec.v1.ImageConfigR\x06config"\xf8\x01\n\x0bImageConfig\x12\x10\n\x03env\x18\x01 \x03(\tR\x03env\x12\x12\n\x04user\x18\x02 \x01(\tR\x04user\x12\x18\n\x07workdir\x18\x03 \x01(\tR\x07workdir\x12\x1e\n\nentrypoint\x18\x04 \x03(\tR\nentrypoint\x12\x10\n\x03cmd\x18\x05 \x03(\tR\x03cmd\x12<\n\x06labels\x18\x06 \x03(\x0b2$.opendsec.v1.ImageConfig.LabelsEntryR\x06labels\x1a9\n\x0bLabelsEntry\x12\x10\n\x03key\x18\x01 \x01(\tR\x03key\x12\x14\n\x05value\x18\x02 \x01(\tR\x05value:\x028\x01"\xc6\x01\n\x12ImportImageRequest\x12\x16\n\x06source\x18\x01 \x01(\tR\x06source\x12\x12\n\x04name\x18\x02 \x01(\tR\x04name\x12-\n\x04auth\x18\x03 \x01(\x0b2\x19.opendsec.v1.RegistryAuthR\x04auth\x12\x15\n\x06ca_pem\x18\x04 \x01(\x0cR\x05caPem\x12\x1a\n\x08insecure\x18\x05 \x01(\x08R\x08insecure\x12"\n\x0carchitecture\x18\x06 \x01(\tR\x0carchitecture"F\n\x0cRegistryAuth\x12\x1a\n\x08username\x18\x01 \x01(\tR\x08username\x12\x1a\n\x08password\x18\x02 \x01(\tR\x08password"k\n\x15BootstrapImageRequest\x12"\n\x0cdistribution\x18\x01 \x01(\tR\x0cdistribution\x12\x12\n\x04name\x18\x02 \x01(\tR\x04name\x12\x1a\n\x08packages\x18\x03 \x03(\tR\x08packages"\x95\x01\n\x13ImportImageResponse\x12\x12\n\x04step\x18\x01 \x01(\tR\x04step\x12\x16\n\x06detail\x18\x02 \x01(\tR\x06detail\x12\x12\n\x04done\x18\x03 \x01(\x03R\x04done\x12\x14\n\x05total\x18\x04 \x01(\x03R\x05total\x12(\n\x05image\x18\x05 \x01(\x0b2\x12.opendsec.v1.ImageR\x05image"-\n\x11ListImagesRequest\x12\x18\n\x07project\x18\x01 \x01(\tR\x07project"@\n\x12ListImagesResponse\x12*\n\x06images\x18\x01 \x03(\x0b2\x12.opendsec.v1.ImageR\x06images"%\n\x0fGetImageRequest\x12\x12\n\x04name\x18\x01 \x01(\tR\x04name"<\n\x10GetImageResponse\x12(\n\x05image\x18\x01 \x01(\x0b2\x12.opendsec.v1.ImageR\x05image"@\n\x0fTagImageRequest\x12\x12\n\x04name\x18\x01 \x01(\tR\x04name\x12\x19\n\x08new_name\x18\x02 \x01(\tR\x07newName"<\n\x10TagImageResponse\x12(\n\x05image\x18\x01 \x01(\x0b2\x12.opendsec.v1.ImageR\x05image"(\n\x12DeleteImageRequest\x12\x12\n\x04name\x18\x01 \x01(\tR\x04name"\x15\n\x13DeleteImageResponse2\xef\x03\n\x0cImageService\x12R\n\x0bImportImage\x12\x1f.opendsec.v1.ImportImageRequest\x1a .opendsec.v1.ImportImageResponse0\x01\x12X\n\x0eBootstrapImage\x12".opendsec.v1.BootstrapImageRequest\x1a .opendsec.v1.ImportImageResponse0\x01\x12M\n\nListImages\x12\x1e.opendsec.v1.ListImagesRequest\x1a\x1f.opendsec.v1.ListImagesResponse\x12G\n\x08GetImage\x12\x1c.opendsec.v1.GetImageRequest\x1a\x1d.opendsec.v1.GetImageResponse\x12G\n\x08TagImage\x12\x1c.opendsec.v1.TagImageRequest\x1a\x1d.opendsec.v1.TagImageResponse\x12P\n\x0bDeleteImage\x12\x1f.opendsec.v1.DeleteImageRequest\x1a .opendsec.v1.DeleteImageResponseB=Z;github.com/kernflux/opendsec/api/gen/opendsec/v1;opendsecv1b\x06proto3',
+    b'\n\x17opendsec/v1/image.proto\x12\x0bopendsec.v1\x1a\x1fgoogle/protobuf/timestamp.proto"\xbb\x02\n\x05Image\x12\x12\n\x04name\x18\x01 \x01(\tR\x04name\x12\x16\n\x06digest\x18\x02 \x01(\tR\x06digest\x12\x12\n\x04kind\x18\x03 \x01(\tR\x04kind\x12\x12\n\x04size\x18\x04 \x01(\x03R\x04size\x129\n\ncreated_at\x18\x05 \x01(\x0b2\x1a.google.protobuf.TimestampR\tcreatedAt\x12\x16\n\x06source\x18\x06 \x01(\tR\x06source\x12"\n\x0carchitecture\x18\x07 \x01(\tR\x0carchitecture\x120\n\x06config\x18\x08 \x01(\x0b2\x18.opendsec.v1.ImageConfigR\x06config\x125\n\x08snapshot\x18\t \x01(\x0b2\x19.opendsec.v1.SnapshotInfoR\x08snapshot"\xe4\x02\n\x0cSnapshotInfo\x12\x18\n\x07backend\x18\x01 \x01(\tR\x07backend\x12&\n\x0evirtualization\x18\x02 \x01(\tR\x0evirtualization\x12\x18\n\x07runtime\x18\x03 \x01(\tR\x07runtime\x12\x16\n\x06kernel\x18\x04 \x01(\tR\x06kernel\x12!\n\x0ccpu_features\x18\x05 \x03(\tR\x0bcpuFeatures\x12\x14\n\x05agent\x18\x06 \x01(\tR\x05agent\x12&\n\x0fcpu_cores_limit\x18\x07 \x01(\x01R\rcpuCoresLimit\x12&\n\x0fmemory_limit_mb\x18\x08 \x01(\x03R\rmemoryLimitMb\x12"\n\rdisk_limit_mb\x18\t \x01(\x03R\x0bdiskLimitMb\x12\x1d\n\npids_limit\x18\n \x01(\x03R\tpidsLimit\x12\x14\n\x05nodes\x18\x0b \x03(\tR\x05nodes"\xf8\x01\n\x0bImageConfig\x12\x10\n\x03env\x18\x01 \x03(\tR\x03env\x12\x12\n\x04user\x18\x02 \x01(\tR\x04user\x12\x18\n\x07workdir\x18\x03 \x01(\tR\x07workdir\x12\x1e\n\nentrypoint\x18\x04 \x03(\tR\nentrypoint\x12\x10\n\x03cmd\x18\x05 \x03(\tR\x03cmd\x12<\n\x06labels\x18\x06 \x03(\x0b2$.opendsec.v1.ImageConfig.LabelsEntryR\x06labels\x1a9\n\x0bLabelsEntry\x12\x10\n\x03key\x18\x01 \x01(\tR\x03key\x12\x14\n\x05value\x18\x02 \x01(\tR\x05value:\x028\x01"\xc6\x01\n\x12ImportImageRequest\x12\x16\n\x06source\x18\x01 \x01(\tR\x06source\x12\x12\n\x04name\x18\x02 \x01(\tR\x04name\x12-\n\x04auth\x18\x03 \x01(\x0b2\x19.opendsec.v1.RegistryAuthR\x04auth\x12\x15\n\x06ca_pem\x18\x04 \x01(\x0cR\x05caPem\x12\x1a\n\x08insecure\x18\x05 \x01(\x08R\x08insecure\x12"\n\x0carchitecture\x18\x06 \x01(\tR\x0carchitecture"F\n\x0cRegistryAuth\x12\x1a\n\x08username\x18\x01 \x01(\tR\x08username\x12\x1a\n\x08password\x18\x02 \x01(\tR\x08password"k\n\x15BootstrapImageRequest\x12"\n\x0cdistribution\x18\x01 \x01(\tR\x0cdistribution\x12\x12\n\x04name\x18\x02 \x01(\tR\x04name\x12\x1a\n\x08packages\x18\x03 \x03(\tR\x08packages"\x95\x01\n\x13ImportImageResponse\x12\x12\n\x04step\x18\x01 \x01(\tR\x04step\x12\x16\n\x06detail\x18\x02 \x01(\tR\x06detail\x12\x12\n\x04done\x18\x03 \x01(\x03R\x04done\x12\x14\n\x05total\x18\x04 \x01(\x03R\x05total\x12(\n\x05image\x18\x05 \x01(\x0b2\x12.opendsec.v1.ImageR\x05image"-\n\x11ListImagesRequest\x12\x18\n\x07project\x18\x01 \x01(\tR\x07project"@\n\x12ListImagesResponse\x12*\n\x06images\x18\x01 \x03(\x0b2\x12.opendsec.v1.ImageR\x06images"%\n\x0fGetImageRequest\x12\x12\n\x04name\x18\x01 \x01(\tR\x04name"<\n\x10GetImageResponse\x12(\n\x05image\x18\x01 \x01(\x0b2\x12.opendsec.v1.ImageR\x05image"@\n\x0fTagImageRequest\x12\x12\n\x04name\x18\x01 \x01(\tR\x04name\x12\x19\n\x08new_name\x18\x02 \x01(\tR\x07newName"<\n\x10TagImageResponse\x12(\n\x05image\x18\x01 \x01(\x0b2\x12.opendsec.v1.ImageR\x05image"(\n\x12DeleteImageRequest\x12\x12\n\x04name\x18\x01 \x01(\tR\x04name"\x15\n\x13DeleteImageResponse2\xef\x03\n\x0cImageService\x12R\n\x0bImportImage\x12\x1f.opendsec.v1.ImportImageRequest\x1a .opendsec.v1.ImportImageResponse0\x01\x12X\n\x0eBootstrapImage\x12".opendsec.v1.BootstrapImageRequest\x1a .opendsec.v1.ImportImageResponse0\x01\x12M\n\nListImages\x12\x1e.opendsec.v1.ListImagesRequest\x1a\x1f.opendsec.v1.ListImagesResponse\x12G\n\x08GetImage\x12\x1c.opendsec.v1.GetImageRequest\x1a\x1d.opendsec.v1.GetImageResponse\x12G\n\x08TagImage\x12\x1c.opendsec.v1.TagImageRequest\x1a\x1d.opendsec.v1.TagImageResponse\x12P\n\x0bDeleteImage\x12\x1f.opendsec.v1.DeleteImageRequest\x1a .opendsec.v1.DeleteImageResponseB=Z;github.com/kernflux/opendsec/api/gen/opendsec/v1;opendsecv1b\x06proto3',
     [
         timestamp_pb.desc(),
     ],
     {
         "Image": Image,
+        "SnapshotInfo": SnapshotInfo,
         "ImageConfig": ImageConfig,
         "ImportImageRequest": ImportImageRequest,
         "RegistryAuth": RegistryAuth,

@@ -16,7 +16,7 @@ from connectrpc.server import ConnectASGIApplication, ConnectWSGIApplication, DE
 from protobuf import DescService
 
 from . import sandbox_pb
-from .sandbox_pb import CreateSandboxRequest, CreateSandboxResponse, CreateSandboxesRequest, CreateSandboxesResponse, GetMetricsRequest, GetMetricsResponse, GetSandboxRequest, GetSandboxResponse, ListSandboxesRequest, ListSandboxesResponse, RefreshSandboxRequest, RefreshSandboxResponse, SetTTLRequest, SetTTLResponse, StopSandboxRequest, StopSandboxResponse
+from .sandbox_pb import CreateSandboxRequest, CreateSandboxResponse, CreateSandboxesRequest, CreateSandboxesResponse, CreateSnapshotRequest, CreateSnapshotResponse, ForkSandboxRequest, ForkSandboxResponse, GetMetricsRequest, GetMetricsResponse, GetSandboxRequest, GetSandboxResponse, ListSandboxesRequest, ListSandboxesResponse, PackDiffRequest, PackDiffResponse, PauseSandboxRequest, PauseSandboxResponse, RefreshSandboxRequest, RefreshSandboxResponse, ResumeSandboxRequest, ResumeSandboxResponse, SetTTLRequest, SetTTLResponse, StopSandboxRequest, StopSandboxResponse
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Iterable, Mapping
@@ -78,6 +78,41 @@ class SandboxService(Protocol):
     async def get_metrics(self, request: GetMetricsRequest, ctx: RequestContext[GetMetricsRequest, GetMetricsResponse], /) -> GetMetricsResponse:
         """
         GetMetrics returns what a sandbox uses now.
+        """
+        raise ConnectError(Code.UNIMPLEMENTED, 'Not implemented')
+
+    async def pause_sandbox(self, request: PauseSandboxRequest, ctx: RequestContext[PauseSandboxRequest, PauseSandboxResponse], /) -> PauseSandboxResponse:
+        """
+        PauseSandbox stops all that runs in a sandbox and keeps it. On a backend
+        that can, memory goes to disk and the machine ends. It may be repeated; one
+        that fails leaves the sandbox running.
+        """
+        raise ConnectError(Code.UNIMPLEMENTED, 'Not implemented')
+
+    async def resume_sandbox(self, request: ResumeSandboxRequest, ctx: RequestContext[ResumeSandboxRequest, ResumeSandboxResponse], /) -> ResumeSandboxResponse:
+        """
+        ResumeSandbox lets a paused sandbox go on where it was. It may be repeated;
+        one that fails leaves it paused.
+        """
+        raise ConnectError(Code.UNIMPLEMENTED, 'Not implemented')
+
+    async def fork_sandbox(self, request: ForkSandboxRequest, ctx: RequestContext[ForkSandboxRequest, ForkSandboxResponse], /) -> ForkSandboxResponse:
+        """
+        ForkSandbox makes copies of a running or paused sandbox, which goes on.
+        """
+        raise ConnectError(Code.UNIMPLEMENTED, 'Not implemented')
+
+    async def create_snapshot(self, request: CreateSnapshotRequest, ctx: RequestContext[CreateSnapshotRequest, CreateSnapshotResponse], /) -> CreateSnapshotResponse:
+        """
+        CreateSnapshot makes an image of a sandbox that others can start from; the
+        sandbox goes on. The image is visible once it is whole.
+        """
+        raise ConnectError(Code.UNIMPLEMENTED, 'Not implemented')
+
+    async def pack_diff(self, request: PackDiffRequest, ctx: RequestContext[PackDiffRequest, PackDiffResponse], /) -> PackDiffResponse:
+        """
+        PackDiff makes an image of a sandbox's image and the files that were
+        changed since, for every backend.
         """
         raise ConnectError(Code.UNIMPLEMENTED, 'Not implemented')
 
@@ -178,6 +213,56 @@ class SandboxServiceASGIApplication(ConnectASGIApplication[SandboxService]):
                         idempotency_level=IdempotencyLevel.UNKNOWN,
                     ),
                     function=svc.get_metrics,
+                ),
+                "/opendsec.v1.SandboxService/PauseSandbox": Endpoint.unary(
+                    method=MethodInfo(
+                        name="PauseSandbox",
+                        service_name="opendsec.v1.SandboxService",
+                        input=PauseSandboxRequest,
+                        output=PauseSandboxResponse,
+                        idempotency_level=IdempotencyLevel.UNKNOWN,
+                    ),
+                    function=svc.pause_sandbox,
+                ),
+                "/opendsec.v1.SandboxService/ResumeSandbox": Endpoint.unary(
+                    method=MethodInfo(
+                        name="ResumeSandbox",
+                        service_name="opendsec.v1.SandboxService",
+                        input=ResumeSandboxRequest,
+                        output=ResumeSandboxResponse,
+                        idempotency_level=IdempotencyLevel.UNKNOWN,
+                    ),
+                    function=svc.resume_sandbox,
+                ),
+                "/opendsec.v1.SandboxService/ForkSandbox": Endpoint.unary(
+                    method=MethodInfo(
+                        name="ForkSandbox",
+                        service_name="opendsec.v1.SandboxService",
+                        input=ForkSandboxRequest,
+                        output=ForkSandboxResponse,
+                        idempotency_level=IdempotencyLevel.UNKNOWN,
+                    ),
+                    function=svc.fork_sandbox,
+                ),
+                "/opendsec.v1.SandboxService/CreateSnapshot": Endpoint.unary(
+                    method=MethodInfo(
+                        name="CreateSnapshot",
+                        service_name="opendsec.v1.SandboxService",
+                        input=CreateSnapshotRequest,
+                        output=CreateSnapshotResponse,
+                        idempotency_level=IdempotencyLevel.UNKNOWN,
+                    ),
+                    function=svc.create_snapshot,
+                ),
+                "/opendsec.v1.SandboxService/PackDiff": Endpoint.unary(
+                    method=MethodInfo(
+                        name="PackDiff",
+                        service_name="opendsec.v1.SandboxService",
+                        input=PackDiffRequest,
+                        output=PackDiffResponse,
+                        idempotency_level=IdempotencyLevel.UNKNOWN,
+                    ),
+                    function=svc.pack_diff,
                 ),
             },
             interceptors=interceptors,
@@ -382,6 +467,126 @@ class SandboxServiceClient(ConnectClient):
             timeout_ms=timeout_ms,
         )
 
+    async def pause_sandbox(
+        self,
+        request: PauseSandboxRequest,
+        *,
+        headers: Headers | Mapping[str, str] | None = None, 
+        timeout_ms: int | None = None,
+    ) -> PauseSandboxResponse:
+        """
+        PauseSandbox stops all that runs in a sandbox and keeps it. On a backend
+        that can, memory goes to disk and the machine ends. It may be repeated; one
+        that fails leaves the sandbox running.
+        """
+        return await self.execute_unary(
+            request=request,
+            method=MethodInfo(
+                name="PauseSandbox",
+                service_name="opendsec.v1.SandboxService",
+                input=PauseSandboxRequest,
+                output=PauseSandboxResponse,
+                idempotency_level=IdempotencyLevel.UNKNOWN,
+            ),
+            headers=headers,
+            timeout_ms=timeout_ms,
+        )
+
+    async def resume_sandbox(
+        self,
+        request: ResumeSandboxRequest,
+        *,
+        headers: Headers | Mapping[str, str] | None = None, 
+        timeout_ms: int | None = None,
+    ) -> ResumeSandboxResponse:
+        """
+        ResumeSandbox lets a paused sandbox go on where it was. It may be repeated;
+        one that fails leaves it paused.
+        """
+        return await self.execute_unary(
+            request=request,
+            method=MethodInfo(
+                name="ResumeSandbox",
+                service_name="opendsec.v1.SandboxService",
+                input=ResumeSandboxRequest,
+                output=ResumeSandboxResponse,
+                idempotency_level=IdempotencyLevel.UNKNOWN,
+            ),
+            headers=headers,
+            timeout_ms=timeout_ms,
+        )
+
+    async def fork_sandbox(
+        self,
+        request: ForkSandboxRequest,
+        *,
+        headers: Headers | Mapping[str, str] | None = None, 
+        timeout_ms: int | None = None,
+    ) -> ForkSandboxResponse:
+        """
+        ForkSandbox makes copies of a running or paused sandbox, which goes on.
+        """
+        return await self.execute_unary(
+            request=request,
+            method=MethodInfo(
+                name="ForkSandbox",
+                service_name="opendsec.v1.SandboxService",
+                input=ForkSandboxRequest,
+                output=ForkSandboxResponse,
+                idempotency_level=IdempotencyLevel.UNKNOWN,
+            ),
+            headers=headers,
+            timeout_ms=timeout_ms,
+        )
+
+    async def create_snapshot(
+        self,
+        request: CreateSnapshotRequest,
+        *,
+        headers: Headers | Mapping[str, str] | None = None, 
+        timeout_ms: int | None = None,
+    ) -> CreateSnapshotResponse:
+        """
+        CreateSnapshot makes an image of a sandbox that others can start from; the
+        sandbox goes on. The image is visible once it is whole.
+        """
+        return await self.execute_unary(
+            request=request,
+            method=MethodInfo(
+                name="CreateSnapshot",
+                service_name="opendsec.v1.SandboxService",
+                input=CreateSnapshotRequest,
+                output=CreateSnapshotResponse,
+                idempotency_level=IdempotencyLevel.UNKNOWN,
+            ),
+            headers=headers,
+            timeout_ms=timeout_ms,
+        )
+
+    async def pack_diff(
+        self,
+        request: PackDiffRequest,
+        *,
+        headers: Headers | Mapping[str, str] | None = None, 
+        timeout_ms: int | None = None,
+    ) -> PackDiffResponse:
+        """
+        PackDiff makes an image of a sandbox's image and the files that were
+        changed since, for every backend.
+        """
+        return await self.execute_unary(
+            request=request,
+            method=MethodInfo(
+                name="PackDiff",
+                service_name="opendsec.v1.SandboxService",
+                input=PackDiffRequest,
+                output=PackDiffResponse,
+                idempotency_level=IdempotencyLevel.UNKNOWN,
+            ),
+            headers=headers,
+            timeout_ms=timeout_ms,
+        )
+
 class SandboxServiceSync(Protocol):
     """
     SandboxService makes, finds and ends sandboxes. A call without a right in
@@ -433,6 +638,41 @@ class SandboxServiceSync(Protocol):
     def get_metrics(self, request: GetMetricsRequest, ctx: RequestContext[GetMetricsRequest, GetMetricsResponse], /) -> GetMetricsResponse:
         """
         GetMetrics returns what a sandbox uses now.
+        """
+        raise ConnectError(Code.UNIMPLEMENTED, 'Not implemented')
+
+    def pause_sandbox(self, request: PauseSandboxRequest, ctx: RequestContext[PauseSandboxRequest, PauseSandboxResponse], /) -> PauseSandboxResponse:
+        """
+        PauseSandbox stops all that runs in a sandbox and keeps it. On a backend
+        that can, memory goes to disk and the machine ends. It may be repeated; one
+        that fails leaves the sandbox running.
+        """
+        raise ConnectError(Code.UNIMPLEMENTED, 'Not implemented')
+
+    def resume_sandbox(self, request: ResumeSandboxRequest, ctx: RequestContext[ResumeSandboxRequest, ResumeSandboxResponse], /) -> ResumeSandboxResponse:
+        """
+        ResumeSandbox lets a paused sandbox go on where it was. It may be repeated;
+        one that fails leaves it paused.
+        """
+        raise ConnectError(Code.UNIMPLEMENTED, 'Not implemented')
+
+    def fork_sandbox(self, request: ForkSandboxRequest, ctx: RequestContext[ForkSandboxRequest, ForkSandboxResponse], /) -> ForkSandboxResponse:
+        """
+        ForkSandbox makes copies of a running or paused sandbox, which goes on.
+        """
+        raise ConnectError(Code.UNIMPLEMENTED, 'Not implemented')
+
+    def create_snapshot(self, request: CreateSnapshotRequest, ctx: RequestContext[CreateSnapshotRequest, CreateSnapshotResponse], /) -> CreateSnapshotResponse:
+        """
+        CreateSnapshot makes an image of a sandbox that others can start from; the
+        sandbox goes on. The image is visible once it is whole.
+        """
+        raise ConnectError(Code.UNIMPLEMENTED, 'Not implemented')
+
+    def pack_diff(self, request: PackDiffRequest, ctx: RequestContext[PackDiffRequest, PackDiffResponse], /) -> PackDiffResponse:
+        """
+        PackDiff makes an image of a sandbox's image and the files that were
+        changed since, for every backend.
         """
         raise ConnectError(Code.UNIMPLEMENTED, 'Not implemented')
 
@@ -531,6 +771,56 @@ class SandboxServiceWSGIApplication(ConnectWSGIApplication):
                         idempotency_level=IdempotencyLevel.UNKNOWN,
                     ),
                     function=service.get_metrics,
+                ),
+                "/opendsec.v1.SandboxService/PauseSandbox": EndpointSync.unary(
+                    method=MethodInfo(
+                        name="PauseSandbox",
+                        service_name="opendsec.v1.SandboxService",
+                        input=PauseSandboxRequest,
+                        output=PauseSandboxResponse,
+                        idempotency_level=IdempotencyLevel.UNKNOWN,
+                    ),
+                    function=service.pause_sandbox,
+                ),
+                "/opendsec.v1.SandboxService/ResumeSandbox": EndpointSync.unary(
+                    method=MethodInfo(
+                        name="ResumeSandbox",
+                        service_name="opendsec.v1.SandboxService",
+                        input=ResumeSandboxRequest,
+                        output=ResumeSandboxResponse,
+                        idempotency_level=IdempotencyLevel.UNKNOWN,
+                    ),
+                    function=service.resume_sandbox,
+                ),
+                "/opendsec.v1.SandboxService/ForkSandbox": EndpointSync.unary(
+                    method=MethodInfo(
+                        name="ForkSandbox",
+                        service_name="opendsec.v1.SandboxService",
+                        input=ForkSandboxRequest,
+                        output=ForkSandboxResponse,
+                        idempotency_level=IdempotencyLevel.UNKNOWN,
+                    ),
+                    function=service.fork_sandbox,
+                ),
+                "/opendsec.v1.SandboxService/CreateSnapshot": EndpointSync.unary(
+                    method=MethodInfo(
+                        name="CreateSnapshot",
+                        service_name="opendsec.v1.SandboxService",
+                        input=CreateSnapshotRequest,
+                        output=CreateSnapshotResponse,
+                        idempotency_level=IdempotencyLevel.UNKNOWN,
+                    ),
+                    function=service.create_snapshot,
+                ),
+                "/opendsec.v1.SandboxService/PackDiff": EndpointSync.unary(
+                    method=MethodInfo(
+                        name="PackDiff",
+                        service_name="opendsec.v1.SandboxService",
+                        input=PackDiffRequest,
+                        output=PackDiffResponse,
+                        idempotency_level=IdempotencyLevel.UNKNOWN,
+                    ),
+                    function=service.pack_diff,
                 ),
             },
             interceptors=interceptors,
@@ -722,6 +1012,121 @@ class SandboxServiceClientSync(ConnectClientSync):
                 service_name="opendsec.v1.SandboxService",
                 input=GetMetricsRequest,
                 output=GetMetricsResponse,
+                idempotency_level=IdempotencyLevel.UNKNOWN,
+            ),
+            headers=headers,
+            timeout_ms=timeout_ms,
+        )
+    def pause_sandbox(
+        self,
+        request: PauseSandboxRequest,
+        *,
+        headers: Headers | Mapping[str, str] | None = None, 
+        timeout_ms: int | None = None,
+    ) -> PauseSandboxResponse:
+        """
+        PauseSandbox stops all that runs in a sandbox and keeps it. On a backend
+        that can, memory goes to disk and the machine ends. It may be repeated; one
+        that fails leaves the sandbox running.
+        """
+        return self.execute_unary(
+            request=request,
+            method=MethodInfo(
+                name="PauseSandbox",
+                service_name="opendsec.v1.SandboxService",
+                input=PauseSandboxRequest,
+                output=PauseSandboxResponse,
+                idempotency_level=IdempotencyLevel.UNKNOWN,
+            ),
+            headers=headers,
+            timeout_ms=timeout_ms,
+        )
+    def resume_sandbox(
+        self,
+        request: ResumeSandboxRequest,
+        *,
+        headers: Headers | Mapping[str, str] | None = None, 
+        timeout_ms: int | None = None,
+    ) -> ResumeSandboxResponse:
+        """
+        ResumeSandbox lets a paused sandbox go on where it was. It may be repeated;
+        one that fails leaves it paused.
+        """
+        return self.execute_unary(
+            request=request,
+            method=MethodInfo(
+                name="ResumeSandbox",
+                service_name="opendsec.v1.SandboxService",
+                input=ResumeSandboxRequest,
+                output=ResumeSandboxResponse,
+                idempotency_level=IdempotencyLevel.UNKNOWN,
+            ),
+            headers=headers,
+            timeout_ms=timeout_ms,
+        )
+    def fork_sandbox(
+        self,
+        request: ForkSandboxRequest,
+        *,
+        headers: Headers | Mapping[str, str] | None = None, 
+        timeout_ms: int | None = None,
+    ) -> ForkSandboxResponse:
+        """
+        ForkSandbox makes copies of a running or paused sandbox, which goes on.
+        """
+        return self.execute_unary(
+            request=request,
+            method=MethodInfo(
+                name="ForkSandbox",
+                service_name="opendsec.v1.SandboxService",
+                input=ForkSandboxRequest,
+                output=ForkSandboxResponse,
+                idempotency_level=IdempotencyLevel.UNKNOWN,
+            ),
+            headers=headers,
+            timeout_ms=timeout_ms,
+        )
+    def create_snapshot(
+        self,
+        request: CreateSnapshotRequest,
+        *,
+        headers: Headers | Mapping[str, str] | None = None, 
+        timeout_ms: int | None = None,
+    ) -> CreateSnapshotResponse:
+        """
+        CreateSnapshot makes an image of a sandbox that others can start from; the
+        sandbox goes on. The image is visible once it is whole.
+        """
+        return self.execute_unary(
+            request=request,
+            method=MethodInfo(
+                name="CreateSnapshot",
+                service_name="opendsec.v1.SandboxService",
+                input=CreateSnapshotRequest,
+                output=CreateSnapshotResponse,
+                idempotency_level=IdempotencyLevel.UNKNOWN,
+            ),
+            headers=headers,
+            timeout_ms=timeout_ms,
+        )
+    def pack_diff(
+        self,
+        request: PackDiffRequest,
+        *,
+        headers: Headers | Mapping[str, str] | None = None, 
+        timeout_ms: int | None = None,
+    ) -> PackDiffResponse:
+        """
+        PackDiff makes an image of a sandbox's image and the files that were
+        changed since, for every backend.
+        """
+        return self.execute_unary(
+            request=request,
+            method=MethodInfo(
+                name="PackDiff",
+                service_name="opendsec.v1.SandboxService",
+                input=PackDiffRequest,
+                output=PackDiffResponse,
                 idempotency_level=IdempotencyLevel.UNKNOWN,
             ),
             headers=headers,

@@ -12,10 +12,14 @@ from protobuf import Enum, Message
 from protobuf._codegen import file_desc
 from protobuf.wkt.google.protobuf import duration_pb, timestamp_pb
 
+from . import image_pb
+
 if TYPE_CHECKING:
     from protobuf import DescFile, Oneof
     from protobuf.wkt.google.protobuf.duration_pb import Duration
     from protobuf.wkt.google.protobuf.timestamp_pb import Timestamp
+
+    from .image_pb import Image
 
 
 _SandboxSpecFields: TypeAlias = Literal["image", "backend", "cpu_cores_limit", "memory_limit_mb", "disk_limit_mb", "pids_limit", "ttl_running_stop", "ttl_lifetime", "on_idle", "env", "workdir", "user", "hostname", "labels", "metadata", "network_rules", "auto_resume"]
@@ -43,25 +47,27 @@ class SandboxSpec(Message[_SandboxSpecFields]):
             string backend = 2;
             ```
         cpu_cores_limit:
-            CPU time in cores, 0.1 to the node's count; 0 means 1.
+            CPU time in cores, 0.1 to the node's count; 0 means 1. A snapshot with
+            memory has limits of its own: 0 takes them, and others are refused.
 
             ```proto
             double cpu_cores_limit = 3;
             ```
         memory_limit_mb:
-            Memory in MiB, at least 64; 0 means 512.
+            Memory in MiB, at least 64; 0 means 512, or the snapshot's.
 
             ```proto
             int64 memory_limit_mb = 4;
             ```
         disk_limit_mb:
-            What may be written to the file system, in MiB, at least 16; 0 means 10240.
+            What may be written to the file system, in MiB, at least 16; 0 means
+            10240, or the snapshot's.
 
             ```proto
             int64 disk_limit_mb = 5;
             ```
         pids_limit:
-            Processes and threads, at least 16; 0 means 1024.
+            Processes and threads, at least 16; 0 means 1024, or the snapshot's.
 
             ```proto
             int64 pids_limit = 6;
@@ -74,7 +80,8 @@ class SandboxSpec(Message[_SandboxSpecFields]):
             optional google.protobuf.Duration ttl_running_stop = 7;
             ```
         ttl_lifetime:
-            Time from creation after which it is stopped in any case; absent means never.
+            Time from creation after which it is stopped in any case; absent means
+            never. Time in which it is paused does not count.
 
             ```proto
             optional google.protobuf.Duration ttl_lifetime = 8;
@@ -238,7 +245,7 @@ class End(Message[_EndFields]):
         detail: str
         time: Timestamp | None
 
-_SandboxFields: TypeAlias = Literal["id", "project", "spec", "state", "created_at", "started_at", "end", "node", "image_digest", "caller", "warnings"]
+_SandboxFields: TypeAlias = Literal["id", "project", "spec", "state", "created_at", "started_at", "end", "node", "image_digest", "caller", "warnings", "parent", "paused_at"]
 
 class Sandbox(Message[_SandboxFields]):
     """
@@ -315,9 +322,21 @@ class Sandbox(Message[_SandboxFields]):
             ```proto
             repeated string warnings = 11;
             ```
+        parent:
+            Id of the sandbox that it was forked from; "" for none.
+
+            ```proto
+            string parent = 12;
+            ```
+        paused_at:
+            When it was paused; absent while it is not.
+
+            ```proto
+            optional google.protobuf.Timestamp paused_at = 13;
+            ```
     """
 
-    __slots__ = ("id", "project", "spec", "state", "created_at", "started_at", "end", "node", "image_digest", "caller", "warnings")
+    __slots__ = ("id", "project", "spec", "state", "created_at", "started_at", "end", "node", "image_digest", "caller", "warnings", "parent", "paused_at")
 
     if TYPE_CHECKING:
 
@@ -335,6 +354,8 @@ class Sandbox(Message[_SandboxFields]):
             image_digest: str = "",
             caller: str = "",
             warnings: list[str] | None = None,
+            parent: str = "",
+            paused_at: Timestamp | None = None,
         ) -> None:
             pass
 
@@ -349,6 +370,8 @@ class Sandbox(Message[_SandboxFields]):
         image_digest: str
         caller: str
         warnings: list[str]
+        parent: str
+        paused_at: Timestamp | None
 
 _CreateSandboxRequestFields: TypeAlias = Literal["project", "spec", "idempotency_key"]
 
@@ -995,6 +1018,382 @@ class GetMetricsResponse(Message[_GetMetricsResponseFields]):
 
         metrics: Metrics | None
 
+_PauseSandboxRequestFields: TypeAlias = Literal["id"]
+
+class PauseSandboxRequest(Message[_PauseSandboxRequestFields]):
+    """
+    PauseSandboxRequest names a sandbox.
+
+    ```proto
+    message opendsec.v1.PauseSandboxRequest
+    ```
+
+    Attributes:
+        id:
+            Its id.
+
+            ```proto
+            string id = 1;
+            ```
+    """
+
+    __slots__ = ("id",)
+
+    if TYPE_CHECKING:
+
+        def __init__(
+            self,
+            *,
+            id: str = "",
+        ) -> None:
+            pass
+
+        id: str
+
+_PauseSandboxResponseFields: TypeAlias = Literal["sandbox"]
+
+class PauseSandboxResponse(Message[_PauseSandboxResponseFields]):
+    """
+    PauseSandboxResponse holds the paused sandbox.
+
+    ```proto
+    message opendsec.v1.PauseSandboxResponse
+    ```
+
+    Attributes:
+        sandbox:
+            The sandbox.
+
+            ```proto
+            optional opendsec.v1.Sandbox sandbox = 1;
+            ```
+    """
+
+    __slots__ = ("sandbox",)
+
+    if TYPE_CHECKING:
+
+        def __init__(
+            self,
+            *,
+            sandbox: Sandbox | None = None,
+        ) -> None:
+            pass
+
+        sandbox: Sandbox | None
+
+_ResumeSandboxRequestFields: TypeAlias = Literal["id"]
+
+class ResumeSandboxRequest(Message[_ResumeSandboxRequestFields]):
+    """
+    ResumeSandboxRequest names a sandbox.
+
+    ```proto
+    message opendsec.v1.ResumeSandboxRequest
+    ```
+
+    Attributes:
+        id:
+            Its id.
+
+            ```proto
+            string id = 1;
+            ```
+    """
+
+    __slots__ = ("id",)
+
+    if TYPE_CHECKING:
+
+        def __init__(
+            self,
+            *,
+            id: str = "",
+        ) -> None:
+            pass
+
+        id: str
+
+_ResumeSandboxResponseFields: TypeAlias = Literal["sandbox"]
+
+class ResumeSandboxResponse(Message[_ResumeSandboxResponseFields]):
+    """
+    ResumeSandboxResponse holds the running sandbox.
+
+    ```proto
+    message opendsec.v1.ResumeSandboxResponse
+    ```
+
+    Attributes:
+        sandbox:
+            The sandbox.
+
+            ```proto
+            optional opendsec.v1.Sandbox sandbox = 1;
+            ```
+    """
+
+    __slots__ = ("sandbox",)
+
+    if TYPE_CHECKING:
+
+        def __init__(
+            self,
+            *,
+            sandbox: Sandbox | None = None,
+        ) -> None:
+            pass
+
+        sandbox: Sandbox | None
+
+_ForkSandboxRequestFields: TypeAlias = Literal["id", "count", "files_only", "all_or_none", "idempotency_key"]
+
+class ForkSandboxRequest(Message[_ForkSandboxRequestFields]):
+    """
+    ForkSandboxRequest makes copies of a sandbox.
+
+    ```proto
+    message opendsec.v1.ForkSandboxRequest
+    ```
+
+    Attributes:
+        id:
+            The id of the one to copy.
+
+            ```proto
+            string id = 1;
+            ```
+        count:
+            How many, 1 to 100; 0 means 1.
+
+            ```proto
+            uint32 count = 2;
+            ```
+        files_only:
+            Whether memory and processes are not copied, files only.
+
+            ```proto
+            bool files_only = 3;
+            ```
+        all_or_none:
+            Whether one failure undoes them all and fails the call.
+
+            ```proto
+            bool all_or_none = 4;
+            ```
+        idempotency_key:
+            As in CreateSandboxRequest, for the whole set.
+
+            ```proto
+            string idempotency_key = 5;
+            ```
+    """
+
+    __slots__ = ("id", "count", "files_only", "all_or_none", "idempotency_key")
+
+    if TYPE_CHECKING:
+
+        def __init__(
+            self,
+            *,
+            id: str = "",
+            count: int = 0,
+            files_only: bool = False,
+            all_or_none: bool = False,
+            idempotency_key: str = "",
+        ) -> None:
+            pass
+
+        id: str
+        count: int
+        files_only: bool
+        all_or_none: bool
+        idempotency_key: str
+
+_ForkSandboxResponseFields: TypeAlias = Literal["results"]
+
+class ForkSandboxResponse(Message[_ForkSandboxResponseFields]):
+    """
+    ForkSandboxResponse holds one result for each copy.
+
+    ```proto
+    message opendsec.v1.ForkSandboxResponse
+    ```
+
+    Attributes:
+        results:
+            In no particular order.
+
+            ```proto
+            repeated opendsec.v1.CreateResult results = 1;
+            ```
+    """
+
+    __slots__ = ("results",)
+
+    if TYPE_CHECKING:
+
+        def __init__(
+            self,
+            *,
+            results: list[CreateResult] | None = None,
+        ) -> None:
+            pass
+
+        results: list[CreateResult]
+
+_CreateSnapshotRequestFields: TypeAlias = Literal["id", "name", "files_only"]
+
+class CreateSnapshotRequest(Message[_CreateSnapshotRequestFields]):
+    """
+    CreateSnapshotRequest makes an image of a sandbox.
+
+    ```proto
+    message opendsec.v1.CreateSnapshotRequest
+    ```
+
+    Attributes:
+        id:
+            The sandbox's id.
+
+            ```proto
+            string id = 1;
+            ```
+        name:
+            The name to give, "project/name:tag"; taken from another image if need be.
+
+            ```proto
+            string name = 2;
+            ```
+        files_only:
+            Whether memory and processes are left out, files only.
+
+            ```proto
+            bool files_only = 3;
+            ```
+    """
+
+    __slots__ = ("id", "name", "files_only")
+
+    if TYPE_CHECKING:
+
+        def __init__(
+            self,
+            *,
+            id: str = "",
+            name: str = "",
+            files_only: bool = False,
+        ) -> None:
+            pass
+
+        id: str
+        name: str
+        files_only: bool
+
+_CreateSnapshotResponseFields: TypeAlias = Literal["image"]
+
+class CreateSnapshotResponse(Message[_CreateSnapshotResponseFields]):
+    """
+    CreateSnapshotResponse holds the image.
+
+    ```proto
+    message opendsec.v1.CreateSnapshotResponse
+    ```
+
+    Attributes:
+        image:
+            The image.
+
+            ```proto
+            optional opendsec.v1.Image image = 1;
+            ```
+    """
+
+    __slots__ = ("image",)
+
+    if TYPE_CHECKING:
+
+        def __init__(
+            self,
+            *,
+            image: Image | None = None,
+        ) -> None:
+            pass
+
+        image: Image | None
+
+_PackDiffRequestFields: TypeAlias = Literal["id", "name"]
+
+class PackDiffRequest(Message[_PackDiffRequestFields]):
+    """
+    PackDiffRequest makes an image of a sandbox's files.
+
+    ```proto
+    message opendsec.v1.PackDiffRequest
+    ```
+
+    Attributes:
+        id:
+            The sandbox's id.
+
+            ```proto
+            string id = 1;
+            ```
+        name:
+            The name to give, "project/name:tag"; taken from another image if need be.
+
+            ```proto
+            string name = 2;
+            ```
+    """
+
+    __slots__ = ("id", "name")
+
+    if TYPE_CHECKING:
+
+        def __init__(
+            self,
+            *,
+            id: str = "",
+            name: str = "",
+        ) -> None:
+            pass
+
+        id: str
+        name: str
+
+_PackDiffResponseFields: TypeAlias = Literal["image"]
+
+class PackDiffResponse(Message[_PackDiffResponseFields]):
+    """
+    PackDiffResponse holds the image.
+
+    ```proto
+    message opendsec.v1.PackDiffResponse
+    ```
+
+    Attributes:
+        image:
+            The image.
+
+            ```proto
+            optional opendsec.v1.Image image = 1;
+            ```
+    """
+
+    __slots__ = ("image",)
+
+    if TYPE_CHECKING:
+
+        def __init__(
+            self,
+            *,
+            image: Image | None = None,
+        ) -> None:
+            pass
+
+        image: Image | None
+
 _MetricsFields: TypeAlias = Literal["time", "cpu_time", "cpu_cores_limit", "memory_bytes", "memory_limit_bytes", "disk_bytes", "disk_limit_bytes", "pids"]
 
 class Metrics(Message[_MetricsFields]):
@@ -1329,10 +1728,11 @@ class OnIdle(Enum):
 
 
 _DESC = file_desc(
-    b'\n\x19opendsec/v1/sandbox.proto\x12\x0bopendsec.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto"\xe5\x07\n\x0bSandboxSpec\x12\x14\n\x05image\x18\x01 \x01(\tR\x05image\x12\x18\n\x07backend\x18\x02 \x01(\tR\x07backend\x12&\n\x0fcpu_cores_limit\x18\x03 \x01(\x01R\rcpuCoresLimit\x12&\n\x0fmemory_limit_mb\x18\x04 \x01(\x03R\rmemoryLimitMb\x12"\n\rdisk_limit_mb\x18\x05 \x01(\x03R\x0bdiskLimitMb\x12\x1d\n\npids_limit\x18\x06 \x01(\x03R\tpidsLimit\x12C\n\x10ttl_running_stop\x18\x07 \x01(\x0b2\x19.google.protobuf.DurationR\x0ettlRunningStop\x12<\n\x0cttl_lifetime\x18\x08 \x01(\x0b2\x19.google.protobuf.DurationR\x0bttlLifetime\x12,\n\x07on_idle\x18\t \x01(\x0e2\x13.opendsec.v1.OnIdleR\x06onIdle\x123\n\x03env\x18\n \x03(\x0b2!.opendsec.v1.SandboxSpec.EnvEntryR\x03env\x12\x18\n\x07workdir\x18\x0b \x01(\tR\x07workdir\x12\x12\n\x04user\x18\x0c \x01(\tR\x04user\x12\x1a\n\x08hostname\x18\r \x01(\tR\x08hostname\x12<\n\x06labels\x18\x0e \x03(\x0b2$.opendsec.v1.SandboxSpec.LabelsEntryR\x06labels\x12B\n\x08metadata\x18\x0f \x03(\x0b2&.opendsec.v1.SandboxSpec.MetadataEntryR\x08metadata\x12O\n\rnetwork_rules\x18\x10 \x03(\x0b2*.opendsec.v1.SandboxSpec.NetworkRulesEntryR\x0cnetworkRules\x12\x1f\n\x0bauto_resume\x18\x11 \x01(\x08R\nautoResume\x1a6\n\x08EnvEntry\x12\x10\n\x03key\x18\x01 \x01(\tR\x03key\x12\x14\n\x05value\x18\x02 \x01(\tR\x05value:\x028\x01\x1a9\n\x0bLabelsEntry\x12\x10\n\x03key\x18\x01 \x01(\tR\x03key\x12\x14\n\x05value\x18\x02 \x01(\tR\x05value:\x028\x01\x1a;\n\rMetadataEntry\x12\x10\n\x03key\x18\x01 \x01(\tR\x03key\x12\x14\n\x05value\x18\x02 \x01(\tR\x05value:\x028\x01\x1a?\n\x11NetworkRulesEntry\x12\x10\n\x03key\x18\x01 \x01(\tR\x03key\x12\x14\n\x05value\x18\x02 \x01(\x08R\x05value:\x028\x01"\x92\x01\n\x03End\x12\x16\n\x06reason\x18\x01 \x01(\tR\x06reason\x12+\n\x06domain\x18\x02 \x01(\x0e2\x13.opendsec.v1.DomainR\x06domain\x12\x16\n\x06detail\x18\x03 \x01(\tR\x06detail\x12.\n\x04time\x18\x04 \x01(\x0b2\x1a.google.protobuf.TimestampR\x04time"\x90\x03\n\x07Sandbox\x12\x0e\n\x02id\x18\x01 \x01(\tR\x02id\x12\x18\n\x07project\x18\x02 \x01(\tR\x07project\x12,\n\x04spec\x18\x03 \x01(\x0b2\x18.opendsec.v1.SandboxSpecR\x04spec\x12(\n\x05state\x18\x04 \x01(\x0e2\x12.opendsec.v1.StateR\x05state\x129\n\ncreated_at\x18\x05 \x01(\x0b2\x1a.google.protobuf.TimestampR\tcreatedAt\x129\n\nstarted_at\x18\x06 \x01(\x0b2\x1a.google.protobuf.TimestampR\tstartedAt\x12"\n\x03end\x18\x07 \x01(\x0b2\x10.opendsec.v1.EndR\x03end\x12\x12\n\x04node\x18\x08 \x01(\tR\x04node\x12!\n\x0cimage_digest\x18\t \x01(\tR\x0bimageDigest\x12\x16\n\x06caller\x18\n \x01(\tR\x06caller\x12\x1a\n\x08warnings\x18\x0b \x03(\tR\x08warnings"\x87\x01\n\x14CreateSandboxRequest\x12\x18\n\x07project\x18\x01 \x01(\tR\x07project\x12,\n\x04spec\x18\x02 \x01(\x0b2\x18.opendsec.v1.SandboxSpecR\x04spec\x12\'\n\x0fidempotency_key\x18\x03 \x01(\tR\x0eidempotencyKey"G\n\x15CreateSandboxResponse\x12.\n\x07sandbox\x18\x01 \x01(\x0b2\x14.opendsec.v1.SandboxR\x07sandbox"\xbf\x01\n\x16CreateSandboxesRequest\x12\x18\n\x07project\x18\x01 \x01(\tR\x07project\x12,\n\x04spec\x18\x02 \x01(\x0b2\x18.opendsec.v1.SandboxSpecR\x04spec\x12\x14\n\x05count\x18\x03 \x01(\rR\x05count\x12\x1e\n\x0ball_or_none\x18\x04 \x01(\x08R\tallOrNone\x12\'\n\x0fidempotency_key\x18\x05 \x01(\tR\x0eidempotencyKey"N\n\x17CreateSandboxesResponse\x123\n\x07results\x18\x01 \x03(\x0b2\x19.opendsec.v1.CreateResultR\x07results"z\n\x0cCreateResult\x120\n\x07sandbox\x18\x01 \x01(\x0b2\x14.opendsec.v1.SandboxH\x00R\x07sandbox\x12.\n\x05error\x18\x02 \x01(\x0b2\x16.opendsec.v1.ErrorInfoH\x00R\x05errorB\x08\n\x06result"#\n\x11GetSandboxRequest\x12\x0e\n\x02id\x18\x01 \x01(\tR\x02id"D\n\x12GetSandboxResponse\x12.\n\x07sandbox\x18\x01 \x01(\x0b2\x14.opendsec.v1.SandboxR\x07sandbox"\xb0\x02\n\x14ListSandboxesRequest\x12\x18\n\x07project\x18\x01 \x01(\tR\x07project\x12*\n\x06states\x18\x02 \x03(\x0e2\x12.opendsec.v1.StateR\x06states\x12E\n\x06labels\x18\x03 \x03(\x0b2-.opendsec.v1.ListSandboxesRequest.LabelsEntryR\x06labels\x12\x14\n\x05ended\x18\x04 \x01(\x08R\x05ended\x12\x1b\n\tpage_size\x18\x05 \x01(\rR\x08pageSize\x12\x1d\n\npage_token\x18\x06 \x01(\tR\tpageToken\x1a9\n\x0bLabelsEntry\x12\x10\n\x03key\x18\x01 \x01(\tR\x03key\x12\x14\n\x05value\x18\x02 \x01(\tR\x05value:\x028\x01"s\n\x15ListSandboxesResponse\x122\n\tsandboxes\x18\x01 \x03(\x0b2\x14.opendsec.v1.SandboxR\tsandboxes\x12&\n\x0fnext_page_token\x18\x02 \x01(\tR\rnextPageToken"$\n\x12StopSandboxRequest\x12\x0e\n\x02id\x18\x01 \x01(\tR\x02id"E\n\x13StopSandboxResponse\x12.\n\x07sandbox\x18\x01 \x01(\x0b2\x14.opendsec.v1.SandboxR\x07sandbox"\xd2\x01\n\rSetTTLRequest\x12\x0e\n\x02id\x18\x01 \x01(\tR\x02id\x12H\n\x10ttl_running_stop\x18\x02 \x01(\x0b2\x19.google.protobuf.DurationH\x00R\x0ettlRunningStop\x88\x01\x01\x12A\n\x0cttl_lifetime\x18\x03 \x01(\x0b2\x19.google.protobuf.DurationH\x01R\x0bttlLifetime\x88\x01\x01B\x13\n\x11_ttl_running_stopB\x0f\n\r_ttl_lifetime"@\n\x0eSetTTLResponse\x12.\n\x07sandbox\x18\x01 \x01(\x0b2\x14.opendsec.v1.SandboxR\x07sandbox"\'\n\x15RefreshSandboxRequest\x12\x0e\n\x02id\x18\x01 \x01(\tR\x02id"\x18\n\x16RefreshSandboxResponse"#\n\x11GetMetricsRequest\x12\x0e\n\x02id\x18\x01 \x01(\tR\x02id"D\n\x12GetMetricsResponse\x12.\n\x07metrics\x18\x01 \x01(\x0b2\x14.opendsec.v1.MetricsR\x07metrics"\xc5\x02\n\x07Metrics\x12.\n\x04time\x18\x01 \x01(\x0b2\x1a.google.protobuf.TimestampR\x04time\x124\n\x08cpu_time\x18\x02 \x01(\x0b2\x19.google.protobuf.DurationR\x07cpuTime\x12&\n\x0fcpu_cores_limit\x18\x03 \x01(\x01R\rcpuCoresLimit\x12!\n\x0cmemory_bytes\x18\x04 \x01(\x03R\x0bmemoryBytes\x12,\n\x12memory_limit_bytes\x18\x05 \x01(\x03R\x10memoryLimitBytes\x12\x1d\n\ndisk_bytes\x18\x06 \x01(\x03R\tdiskBytes\x12(\n\x10disk_limit_bytes\x18\x07 \x01(\x03R\x0ediskLimitBytes\x12\x12\n\x04pids\x18\x08 \x01(\x03R\x04pids"\xa3\x02\n\tErrorInfo\x12\x12\n\x04kind\x18\x01 \x01(\tR\x04kind\x12\x14\n\x05field\x18\x02 \x01(\tR\x05field\x12+\n\x06domain\x18\x03 \x01(\x0e2\x13.opendsec.v1.DomainR\x06domain\x12\x1d\n\nrequest_id\x18\x04 \x01(\tR\trequestId\x12\x1c\n\tretryable\x18\x05 \x01(\x08R\tretryable\x12(\n\x05state\x18\x06 \x01(\x0e2\x12.opendsec.v1.StateR\x05state\x12\x1a\n\x08backends\x18\x07 \x03(\tR\x08backends\x12"\n\x03end\x18\x08 \x01(\x0b2\x10.opendsec.v1.EndR\x03end\x12\x18\n\x07message\x18\t \x01(\tR\x07message*\xa3\x01\n\x05State\x12\x15\n\x11STATE_UNSPECIFIED\x10\x00\x12\x11\n\rSTATE_PENDING\x10\x01\x12\x12\n\x0eSTATE_STARTING\x10\x02\x12\x11\n\rSTATE_RUNNING\x10\x03\x12\x10\n\x0cSTATE_PAUSED\x10\x04\x12\x12\n\x0eSTATE_STOPPING\x10\x05\x12\x11\n\rSTATE_STOPPED\x10\x06\x12\x10\n\x0cSTATE_FAILED\x10\x07*h\n\x06Domain\x12\x16\n\x12DOMAIN_UNSPECIFIED\x10\x00\x12\x10\n\x0cDOMAIN_INFRA\x10\x01\x12\x0f\n\x0bDOMAIN_USER\x10\x02\x12\x11\n\rDOMAIN_POLICY\x10\x03\x12\x10\n\x0cDOMAIN_QUOTA\x10\x04*F\n\x06OnIdle\x12\x17\n\x13ON_IDLE_UNSPECIFIED\x10\x00\x12\x10\n\x0cON_IDLE_STOP\x10\x01\x12\x11\n\rON_IDLE_PAUSE\x10\x022\xac\x05\n\x0eSandboxService\x12V\n\rCreateSandbox\x12!.opendsec.v1.CreateSandboxRequest\x1a".opendsec.v1.CreateSandboxResponse\x12\\\n\x0fCreateSandboxes\x12#.opendsec.v1.CreateSandboxesRequest\x1a$.opendsec.v1.CreateSandboxesResponse\x12M\n\nGetSandbox\x12\x1e.opendsec.v1.GetSandboxRequest\x1a\x1f.opendsec.v1.GetSandboxResponse\x12V\n\rListSandboxes\x12!.opendsec.v1.ListSandboxesRequest\x1a".opendsec.v1.ListSandboxesResponse\x12P\n\x0bStopSandbox\x12\x1f.opendsec.v1.StopSandboxRequest\x1a .opendsec.v1.StopSandboxResponse\x12A\n\x06SetTTL\x12\x1a.opendsec.v1.SetTTLRequest\x1a\x1b.opendsec.v1.SetTTLResponse\x12Y\n\x0eRefreshSandbox\x12".opendsec.v1.RefreshSandboxRequest\x1a#.opendsec.v1.RefreshSandboxResponse\x12M\n\nGetMetrics\x12\x1e.opendsec.v1.GetMetricsRequest\x1a\x1f.opendsec.v1.GetMetricsResponseB=Z;github.com/kernflux/opendsec/api/gen/opendsec/v1;opendsecv1b\x06proto3',
+    b'\n\x19opendsec/v1/sandbox.proto\x12\x0bopendsec.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x17opendsec/v1/image.proto"\xe5\x07\n\x0bSandboxSpec\x12\x14\n\x05image\x18\x01 \x01(\tR\x05image\x12\x18\n\x07backend\x18\x02 \x01(\tR\x07backend\x12&\n\x0fcpu_cores_limit\x18\x03 \x01(\x01R\rcpuCoresLimit\x12&\n\x0fmemory_limit_mb\x18\x04 \x01(\x03R\rmemoryLimitMb\x12"\n\rdisk_limit_mb\x18\x05 \x01(\x03R\x0bdiskLimitMb\x12\x1d\n\npids_limit\x18\x06 \x01(\x03R\tpidsLimit\x12C\n\x10ttl_running_stop\x18\x07 \x01(\x0b2\x19.google.protobuf.DurationR\x0ettlRunningStop\x12<\n\x0cttl_lifetime\x18\x08 \x01(\x0b2\x19.google.protobuf.DurationR\x0bttlLifetime\x12,\n\x07on_idle\x18\t \x01(\x0e2\x13.opendsec.v1.OnIdleR\x06onIdle\x123\n\x03env\x18\n \x03(\x0b2!.opendsec.v1.SandboxSpec.EnvEntryR\x03env\x12\x18\n\x07workdir\x18\x0b \x01(\tR\x07workdir\x12\x12\n\x04user\x18\x0c \x01(\tR\x04user\x12\x1a\n\x08hostname\x18\r \x01(\tR\x08hostname\x12<\n\x06labels\x18\x0e \x03(\x0b2$.opendsec.v1.SandboxSpec.LabelsEntryR\x06labels\x12B\n\x08metadata\x18\x0f \x03(\x0b2&.opendsec.v1.SandboxSpec.MetadataEntryR\x08metadata\x12O\n\rnetwork_rules\x18\x10 \x03(\x0b2*.opendsec.v1.SandboxSpec.NetworkRulesEntryR\x0cnetworkRules\x12\x1f\n\x0bauto_resume\x18\x11 \x01(\x08R\nautoResume\x1a6\n\x08EnvEntry\x12\x10\n\x03key\x18\x01 \x01(\tR\x03key\x12\x14\n\x05value\x18\x02 \x01(\tR\x05value:\x028\x01\x1a9\n\x0bLabelsEntry\x12\x10\n\x03key\x18\x01 \x01(\tR\x03key\x12\x14\n\x05value\x18\x02 \x01(\tR\x05value:\x028\x01\x1a;\n\rMetadataEntry\x12\x10\n\x03key\x18\x01 \x01(\tR\x03key\x12\x14\n\x05value\x18\x02 \x01(\tR\x05value:\x028\x01\x1a?\n\x11NetworkRulesEntry\x12\x10\n\x03key\x18\x01 \x01(\tR\x03key\x12\x14\n\x05value\x18\x02 \x01(\x08R\x05value:\x028\x01"\x92\x01\n\x03End\x12\x16\n\x06reason\x18\x01 \x01(\tR\x06reason\x12+\n\x06domain\x18\x02 \x01(\x0e2\x13.opendsec.v1.DomainR\x06domain\x12\x16\n\x06detail\x18\x03 \x01(\tR\x06detail\x12.\n\x04time\x18\x04 \x01(\x0b2\x1a.google.protobuf.TimestampR\x04time"\xe1\x03\n\x07Sandbox\x12\x0e\n\x02id\x18\x01 \x01(\tR\x02id\x12\x18\n\x07project\x18\x02 \x01(\tR\x07project\x12,\n\x04spec\x18\x03 \x01(\x0b2\x18.opendsec.v1.SandboxSpecR\x04spec\x12(\n\x05state\x18\x04 \x01(\x0e2\x12.opendsec.v1.StateR\x05state\x129\n\ncreated_at\x18\x05 \x01(\x0b2\x1a.google.protobuf.TimestampR\tcreatedAt\x129\n\nstarted_at\x18\x06 \x01(\x0b2\x1a.google.protobuf.TimestampR\tstartedAt\x12"\n\x03end\x18\x07 \x01(\x0b2\x10.opendsec.v1.EndR\x03end\x12\x12\n\x04node\x18\x08 \x01(\tR\x04node\x12!\n\x0cimage_digest\x18\t \x01(\tR\x0bimageDigest\x12\x16\n\x06caller\x18\n \x01(\tR\x06caller\x12\x1a\n\x08warnings\x18\x0b \x03(\tR\x08warnings\x12\x16\n\x06parent\x18\x0c \x01(\tR\x06parent\x127\n\tpaused_at\x18\r \x01(\x0b2\x1a.google.protobuf.TimestampR\x08pausedAt"\x87\x01\n\x14CreateSandboxRequest\x12\x18\n\x07project\x18\x01 \x01(\tR\x07project\x12,\n\x04spec\x18\x02 \x01(\x0b2\x18.opendsec.v1.SandboxSpecR\x04spec\x12\'\n\x0fidempotency_key\x18\x03 \x01(\tR\x0eidempotencyKey"G\n\x15CreateSandboxResponse\x12.\n\x07sandbox\x18\x01 \x01(\x0b2\x14.opendsec.v1.SandboxR\x07sandbox"\xbf\x01\n\x16CreateSandboxesRequest\x12\x18\n\x07project\x18\x01 \x01(\tR\x07project\x12,\n\x04spec\x18\x02 \x01(\x0b2\x18.opendsec.v1.SandboxSpecR\x04spec\x12\x14\n\x05count\x18\x03 \x01(\rR\x05count\x12\x1e\n\x0ball_or_none\x18\x04 \x01(\x08R\tallOrNone\x12\'\n\x0fidempotency_key\x18\x05 \x01(\tR\x0eidempotencyKey"N\n\x17CreateSandboxesResponse\x123\n\x07results\x18\x01 \x03(\x0b2\x19.opendsec.v1.CreateResultR\x07results"z\n\x0cCreateResult\x120\n\x07sandbox\x18\x01 \x01(\x0b2\x14.opendsec.v1.SandboxH\x00R\x07sandbox\x12.\n\x05error\x18\x02 \x01(\x0b2\x16.opendsec.v1.ErrorInfoH\x00R\x05errorB\x08\n\x06result"#\n\x11GetSandboxRequest\x12\x0e\n\x02id\x18\x01 \x01(\tR\x02id"D\n\x12GetSandboxResponse\x12.\n\x07sandbox\x18\x01 \x01(\x0b2\x14.opendsec.v1.SandboxR\x07sandbox"\xb0\x02\n\x14ListSandboxesRequest\x12\x18\n\x07project\x18\x01 \x01(\tR\x07project\x12*\n\x06states\x18\x02 \x03(\x0e2\x12.opendsec.v1.StateR\x06states\x12E\n\x06labels\x18\x03 \x03(\x0b2-.opendsec.v1.ListSandboxesRequest.LabelsEntryR\x06labels\x12\x14\n\x05ended\x18\x04 \x01(\x08R\x05ended\x12\x1b\n\tpage_size\x18\x05 \x01(\rR\x08pageSize\x12\x1d\n\npage_token\x18\x06 \x01(\tR\tpageToken\x1a9\n\x0bLabelsEntry\x12\x10\n\x03key\x18\x01 \x01(\tR\x03key\x12\x14\n\x05value\x18\x02 \x01(\tR\x05value:\x028\x01"s\n\x15ListSandboxesResponse\x122\n\tsandboxes\x18\x01 \x03(\x0b2\x14.opendsec.v1.SandboxR\tsandboxes\x12&\n\x0fnext_page_token\x18\x02 \x01(\tR\rnextPageToken"$\n\x12StopSandboxRequest\x12\x0e\n\x02id\x18\x01 \x01(\tR\x02id"E\n\x13StopSandboxResponse\x12.\n\x07sandbox\x18\x01 \x01(\x0b2\x14.opendsec.v1.SandboxR\x07sandbox"\xd2\x01\n\rSetTTLRequest\x12\x0e\n\x02id\x18\x01 \x01(\tR\x02id\x12H\n\x10ttl_running_stop\x18\x02 \x01(\x0b2\x19.google.protobuf.DurationH\x00R\x0ettlRunningStop\x88\x01\x01\x12A\n\x0cttl_lifetime\x18\x03 \x01(\x0b2\x19.google.protobuf.DurationH\x01R\x0bttlLifetime\x88\x01\x01B\x13\n\x11_ttl_running_stopB\x0f\n\r_ttl_lifetime"@\n\x0eSetTTLResponse\x12.\n\x07sandbox\x18\x01 \x01(\x0b2\x14.opendsec.v1.SandboxR\x07sandbox"\'\n\x15RefreshSandboxRequest\x12\x0e\n\x02id\x18\x01 \x01(\tR\x02id"\x18\n\x16RefreshSandboxResponse"#\n\x11GetMetricsRequest\x12\x0e\n\x02id\x18\x01 \x01(\tR\x02id"D\n\x12GetMetricsResponse\x12.\n\x07metrics\x18\x01 \x01(\x0b2\x14.opendsec.v1.MetricsR\x07metrics"%\n\x13PauseSandboxRequest\x12\x0e\n\x02id\x18\x01 \x01(\tR\x02id"F\n\x14PauseSandboxResponse\x12.\n\x07sandbox\x18\x01 \x01(\x0b2\x14.opendsec.v1.SandboxR\x07sandbox"&\n\x14ResumeSandboxRequest\x12\x0e\n\x02id\x18\x01 \x01(\tR\x02id"G\n\x15ResumeSandboxResponse\x12.\n\x07sandbox\x18\x01 \x01(\x0b2\x14.opendsec.v1.SandboxR\x07sandbox"\xa2\x01\n\x12ForkSandboxRequest\x12\x0e\n\x02id\x18\x01 \x01(\tR\x02id\x12\x14\n\x05count\x18\x02 \x01(\rR\x05count\x12\x1d\n\nfiles_only\x18\x03 \x01(\x08R\tfilesOnly\x12\x1e\n\x0ball_or_none\x18\x04 \x01(\x08R\tallOrNone\x12\'\n\x0fidempotency_key\x18\x05 \x01(\tR\x0eidempotencyKey"J\n\x13ForkSandboxResponse\x123\n\x07results\x18\x01 \x03(\x0b2\x19.opendsec.v1.CreateResultR\x07results"Z\n\x15CreateSnapshotRequest\x12\x0e\n\x02id\x18\x01 \x01(\tR\x02id\x12\x12\n\x04name\x18\x02 \x01(\tR\x04name\x12\x1d\n\nfiles_only\x18\x03 \x01(\x08R\tfilesOnly"B\n\x16CreateSnapshotResponse\x12(\n\x05image\x18\x01 \x01(\x0b2\x12.opendsec.v1.ImageR\x05image"5\n\x0fPackDiffRequest\x12\x0e\n\x02id\x18\x01 \x01(\tR\x02id\x12\x12\n\x04name\x18\x02 \x01(\tR\x04name"<\n\x10PackDiffResponse\x12(\n\x05image\x18\x01 \x01(\x0b2\x12.opendsec.v1.ImageR\x05image"\xc5\x02\n\x07Metrics\x12.\n\x04time\x18\x01 \x01(\x0b2\x1a.google.protobuf.TimestampR\x04time\x124\n\x08cpu_time\x18\x02 \x01(\x0b2\x19.google.protobuf.DurationR\x07cpuTime\x12&\n\x0fcpu_cores_limit\x18\x03 \x01(\x01R\rcpuCoresLimit\x12!\n\x0cmemory_bytes\x18\x04 \x01(\x03R\x0bmemoryBytes\x12,\n\x12memory_limit_bytes\x18\x05 \x01(\x03R\x10memoryLimitBytes\x12\x1d\n\ndisk_bytes\x18\x06 \x01(\x03R\tdiskBytes\x12(\n\x10disk_limit_bytes\x18\x07 \x01(\x03R\x0ediskLimitBytes\x12\x12\n\x04pids\x18\x08 \x01(\x03R\x04pids"\xa3\x02\n\tErrorInfo\x12\x12\n\x04kind\x18\x01 \x01(\tR\x04kind\x12\x14\n\x05field\x18\x02 \x01(\tR\x05field\x12+\n\x06domain\x18\x03 \x01(\x0e2\x13.opendsec.v1.DomainR\x06domain\x12\x1d\n\nrequest_id\x18\x04 \x01(\tR\trequestId\x12\x1c\n\tretryable\x18\x05 \x01(\x08R\tretryable\x12(\n\x05state\x18\x06 \x01(\x0e2\x12.opendsec.v1.StateR\x05state\x12\x1a\n\x08backends\x18\x07 \x03(\tR\x08backends\x12"\n\x03end\x18\x08 \x01(\x0b2\x10.opendsec.v1.EndR\x03end\x12\x18\n\x07message\x18\t \x01(\tR\x07message*\xa3\x01\n\x05State\x12\x15\n\x11STATE_UNSPECIFIED\x10\x00\x12\x11\n\rSTATE_PENDING\x10\x01\x12\x12\n\x0eSTATE_STARTING\x10\x02\x12\x11\n\rSTATE_RUNNING\x10\x03\x12\x10\n\x0cSTATE_PAUSED\x10\x04\x12\x12\n\x0eSTATE_STOPPING\x10\x05\x12\x11\n\rSTATE_STOPPED\x10\x06\x12\x10\n\x0cSTATE_FAILED\x10\x07*h\n\x06Domain\x12\x16\n\x12DOMAIN_UNSPECIFIED\x10\x00\x12\x10\n\x0cDOMAIN_INFRA\x10\x01\x12\x0f\n\x0bDOMAIN_USER\x10\x02\x12\x11\n\rDOMAIN_POLICY\x10\x03\x12\x10\n\x0cDOMAIN_QUOTA\x10\x04*F\n\x06OnIdle\x12\x17\n\x13ON_IDLE_UNSPECIFIED\x10\x00\x12\x10\n\x0cON_IDLE_STOP\x10\x01\x12\x11\n\rON_IDLE_PAUSE\x10\x022\xcf\x08\n\x0eSandboxService\x12V\n\rCreateSandbox\x12!.opendsec.v1.CreateSandboxRequest\x1a".opendsec.v1.CreateSandboxResponse\x12\\\n\x0fCreateSandboxes\x12#.opendsec.v1.CreateSandboxesRequest\x1a$.opendsec.v1.CreateSandboxesResponse\x12M\n\nGetSandbox\x12\x1e.opendsec.v1.GetSandboxRequest\x1a\x1f.opendsec.v1.GetSandboxResponse\x12V\n\rListSandboxes\x12!.opendsec.v1.ListSandboxesRequest\x1a".opendsec.v1.ListSandboxesResponse\x12P\n\x0bStopSandbox\x12\x1f.opendsec.v1.StopSandboxRequest\x1a .opendsec.v1.StopSandboxResponse\x12A\n\x06SetTTL\x12\x1a.opendsec.v1.SetTTLRequest\x1a\x1b.opendsec.v1.SetTTLResponse\x12Y\n\x0eRefreshSandbox\x12".opendsec.v1.RefreshSandboxRequest\x1a#.opendsec.v1.RefreshSandboxResponse\x12M\n\nGetMetrics\x12\x1e.opendsec.v1.GetMetricsRequest\x1a\x1f.opendsec.v1.GetMetricsResponse\x12S\n\x0cPauseSandbox\x12 .opendsec.v1.PauseSandboxRequest\x1a!.opendsec.v1.PauseSandboxResponse\x12V\n\rResumeSandbox\x12!.opendsec.v1.ResumeSandboxRequest\x1a".opendsec.v1.ResumeSandboxResponse\x12P\n\x0bForkSandbox\x12\x1f.opendsec.v1.ForkSandboxRequest\x1a .opendsec.v1.ForkSandboxResponse\x12Y\n\x0eCreateSnapshot\x12".opendsec.v1.CreateSnapshotRequest\x1a#.opendsec.v1.CreateSnapshotResponse\x12G\n\x08PackDiff\x12\x1c.opendsec.v1.PackDiffRequest\x1a\x1d.opendsec.v1.PackDiffResponseB=Z;github.com/kernflux/opendsec/api/gen/opendsec/v1;opendsecv1b\x06proto3',
     [
         duration_pb.desc(),
         timestamp_pb.desc(),
+        image_pb.desc(),
     ],
     {
         "SandboxSpec": SandboxSpec,
@@ -1355,6 +1755,16 @@ _DESC = file_desc(
         "RefreshSandboxResponse": RefreshSandboxResponse,
         "GetMetricsRequest": GetMetricsRequest,
         "GetMetricsResponse": GetMetricsResponse,
+        "PauseSandboxRequest": PauseSandboxRequest,
+        "PauseSandboxResponse": PauseSandboxResponse,
+        "ResumeSandboxRequest": ResumeSandboxRequest,
+        "ResumeSandboxResponse": ResumeSandboxResponse,
+        "ForkSandboxRequest": ForkSandboxRequest,
+        "ForkSandboxResponse": ForkSandboxResponse,
+        "CreateSnapshotRequest": CreateSnapshotRequest,
+        "CreateSnapshotResponse": CreateSnapshotResponse,
+        "PackDiffRequest": PackDiffRequest,
+        "PackDiffResponse": PackDiffResponse,
         "Metrics": Metrics,
         "ErrorInfo": ErrorInfo,
         "State": State,
