@@ -144,8 +144,8 @@ type Sandbox struct {
 	StartedAt   time.Time     // zero until its agent answered
 	PausedAt    time.Time     // zero while it is not paused
 	PausedFor   time.Duration // how long it was paused before, in all
-	End         *End      // nil while it lives
-	Version     int64     // counts changes; the store compares it
+	End         *End          // nil while it lives
+	Version     int64         // counts changes; the store compares it
 }
 
 // Holds returns what a living sandbox counts for in placement. A paused one
