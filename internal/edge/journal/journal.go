@@ -25,6 +25,7 @@ type Phase string
 const (
 	Creating Phase = "creating" // a machine may exist; nobody was told of it
 	Running  Phase = "running"  // its creator was told that it runs
+	Paused   Phase = "paused"   // its state is kept and nothing of it runs
 	Stopping Phase = "stopping" // it is being removed; End is set
 	Ended    Phase = "ended"    // nothing of it is left but this entry
 )
@@ -39,9 +40,15 @@ type Entry struct {
 	Handle      *backend.Handle `json:"handle,omitempty"`
 	Slot        *backend.Slot   `json:"slot,omitempty"`
 	AgentToken  string          `json:"agent_token,omitempty"`
+	Agent       string          `json:"agent,omitempty"` // ID of the agent that its machine has
 	CreatedAt   time.Time       `json:"created_at"`
 	StartedAt   time.Time       `json:"started_at,omitzero"`
-	End         *sandbox.End    `json:"end,omitempty"`
+	PausedAt    time.Time       `json:"paused_at,omitzero"`   // zero while it is not paused
+	PausedFor   time.Duration   `json:"paused_for,omitempty"` // how long it was paused before
+	// Saved is the state of a paused sandbox that has no machine; its files are
+	// in SavedDir.
+	Saved *backend.Snapshot `json:"saved,omitempty"`
+	End   *sandbox.End      `json:"end,omitempty"`
 }
 
 // Sync says what an entry must outlive.
@@ -62,6 +69,8 @@ const (
 const (
 	fileName    = "journal.json"
 	machineName = "machine"
+	savedName   = "saved"
+	tempPrefix  = "new-"
 )
 
 // Journal is the directory with the entries. Its methods may be called side by
@@ -98,6 +107,54 @@ func (j *Journal) MakeMachineDir(id sandbox.ID) (string, error) {
 func (j *Journal) RemoveMachineDir(id sandbox.ID) error {
 	if err := os.RemoveAll(j.MachineDir(id)); err != nil {
 		return fmt.Errorf("remove the files of sandbox %s: %w", id, err)
+	}
+	return nil
+}
+
+// SavedDir returns the directory with the state of a paused sandbox.
+func (j *Journal) SavedDir(id sandbox.ID) string { return filepath.Join(j.Dir(id), savedName) }
+
+// MakeTemp makes an empty directory for a state of a sandbox that is not whole
+// yet, or is wanted for a moment only.
+func (j *Journal) MakeTemp(id sandbox.ID) (string, error) {
+	dir, err := os.MkdirTemp(j.Dir(id), tempPrefix)
+	if err != nil {
+		return "", fmt.Errorf("make a directory for the state of sandbox %s: %w", id, err)
+	}
+	return dir, nil
+}
+
+// Keep makes a directory of MakeTemp, whose files are on the disk, the SavedDir.
+func (j *Journal) Keep(id sandbox.ID, temp string) error {
+	err := os.RemoveAll(j.SavedDir(id)) // of a pause that nobody was told of
+	if err == nil {
+		err = os.Rename(temp, j.SavedDir(id))
+	}
+	if err == nil {
+		err = syncDir(j.Dir(id))
+	}
+	if err != nil {
+		return fmt.Errorf("keep the state of sandbox %s: %w", id, err)
+	}
+	return nil
+}
+
+// Unkeep removes the SavedDir.
+func (j *Journal) Unkeep(id sandbox.ID) error {
+	if err := os.RemoveAll(j.SavedDir(id)); err != nil {
+		return fmt.Errorf("remove the saved state of sandbox %s: %w", id, err)
+	}
+	return nil
+}
+
+// RemoveTemps removes what MakeTemp made.
+func (j *Journal) RemoveTemps(id sandbox.ID) error {
+	found, err := filepath.Glob(filepath.Join(j.Dir(id), tempPrefix+"*"))
+	for _, dir := range found {
+		err = errors.Join(err, os.RemoveAll(dir))
+	}
+	if err != nil {
+		return fmt.Errorf("remove unfinished states of sandbox %s: %w", id, err)
 	}
 	return nil
 }
@@ -220,6 +277,9 @@ func (j *Journal) read(d fs.DirEntry) (*Entry, error) {
 	// no machine is left that it could be about.
 	if err := json.Unmarshal(data, &e); err != nil || e.ID != id {
 		return nil, errStray
+	}
+	if e.Saved != nil {
+		e.Saved.Dir = j.SavedDir(id)
 	}
 	return &e, nil
 }
