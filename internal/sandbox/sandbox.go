@@ -142,7 +142,7 @@ type Sandbox struct {
 	Parent      ID // that it was forked from; "" for none
 	CreatedAt   time.Time
 	StartedAt   time.Time     // zero until its agent answered
-	PausedAt    time.Time     // zero while it is not paused
+	PausedAt    time.Time     // zero unless it is paused, or being woken
 	PausedFor   time.Duration // how long it was paused before, in all
 	End         *End          // nil while it lives
 	Version     int64         // counts changes; the store compares it
@@ -170,12 +170,37 @@ func (s Spec) Holds(paused bool) Resources {
 func (b Backend) PausesToDisk() bool { return b == GVisor || b == Sim }
 
 // ExpiresAt returns when the sandbox's lifetime ends at the earliest, zero for
-// never. Time in which it is paused does not count.
+// never. Time in which it is paused, or being woken, does not count.
 func (s *Sandbox) ExpiresAt() time.Time {
-	if s.Spec.Deadlines.Lifetime == 0 || s.State == Paused {
+	if s.Spec.Deadlines.Lifetime == 0 || s.State == Paused || !s.PausedAt.IsZero() {
 		return time.Time{}
 	}
 	return s.CreatedAt.Add(s.Spec.Deadlines.Lifetime + s.PausedFor)
+}
+
+// Pause records that the sandbox is paused since now. One that is paused
+// already, or could not be woken, stays paused since when it was.
+func (s *Sandbox) Pause(now time.Time) error {
+	if err := s.MoveTo(Paused); err != nil {
+		return err
+	}
+	if s.PausedAt.IsZero() {
+		s.PausedAt = now
+	}
+	return nil
+}
+
+// Wake records that the sandbox runs, and if it was paused that this ends now.
+// While it is being woken, which is Starting, it counts as paused still.
+func (s *Sandbox) Wake(now time.Time) error {
+	if err := s.MoveTo(Running); err != nil {
+		return err
+	}
+	if !s.PausedAt.IsZero() {
+		s.PausedFor += max(0, now.Sub(s.PausedAt))
+		s.PausedAt = time.Time{}
+	}
+	return nil
 }
 
 // MoveTo changes the state, if the table of transitions allows it. Moving to

@@ -25,14 +25,14 @@ type Idempotency struct {
 	RequestHash string
 }
 
-// NodeUsage is a node and what its live sandboxes were given.
+// NodeUsage is a node and what its live sandboxes hold.
 type NodeUsage struct {
 	Node Node
 	Used sandbox.Resources
 }
 
 // ProjectUsage is a project and what its live sandboxes, and those of the
-// projects below it, were given.
+// projects below it, hold.
 type ProjectUsage struct {
 	Project Project
 	Used    sandbox.Resources
@@ -160,11 +160,11 @@ func (a admitter) admit(ctx context.Context, sbs []*sandbox.Sandbox, place Place
 		ids = append(ids, string(sb.ID))
 		for i := range nodeUse {
 			if nodeUse[i].Node.Name == node {
-				nodeUse[i].Used = nodeUse[i].Used.Add(sb.Spec.Limits.Resources())
+				nodeUse[i].Used = nodeUse[i].Used.Add(sb.Holds())
 			}
 		}
 		for i := range projectUse {
-			projectUse[i].Used = projectUse[i].Used.Add(sb.Spec.Limits.Resources())
+			projectUse[i].Used = projectUse[i].Used.Add(sb.Holds())
 		}
 	}
 	return a.remember(ctx, ids)
@@ -186,7 +186,7 @@ func (a admitter) remember(ctx context.Context, ids []string) error {
 	return nil
 }
 
-// sum is what the live sandboxes of one project on one node were given.
+// sum is what the live sandboxes of one project on one node hold.
 type sum struct {
 	node    string
 	project sandbox.Project
@@ -200,12 +200,17 @@ func sumsOf(ctx context.Context, q querier) (sums, error) {
 		var s sum
 		err := row.Scan(&s.node, &s.project, &s.used.CPU, &s.used.MemoryMB, &s.used.DiskMB, &s.used.Sandboxes)
 		return s, err
-	}, `SELECT node, project, SUM(cpu), CAST(SUM(memory_mb) AS BIGINT), CAST(SUM(disk_mb) AS BIGINT), COUNT(*)
+	}, `SELECT node, project, SUM(held_cpu), CAST(SUM(held_memory_mb) AS BIGINT), CAST(SUM(held_disk_mb) AS BIGINT), COUNT(*)
 		FROM sandboxes WHERE `+live+` GROUP BY node, project`)
 	if err != nil {
-		return nil, fmt.Errorf("sum up what sandboxes were given: %w", err)
+		return nil, fmt.Errorf("sum up what sandboxes hold: %w", err)
 	}
 	return all, nil
+}
+
+// without returns the sums as they are when a sandbox that is in them is left out.
+func (all sums) without(sb *sandbox.Sandbox) sums {
+	return append(all, sum{node: sb.Node, project: sb.Project, used: sandbox.Resources{}.Sub(sb.Holds())})
 }
 
 func (all sums) nodes(nodes []Node) []NodeUsage {
@@ -234,7 +239,7 @@ func (all sums) projects(projects []Project) []ProjectUsage {
 	return out
 }
 
-// NodeUsages returns all nodes by name with what their live sandboxes were given.
+// NodeUsages returns all nodes by name with what their live sandboxes hold.
 func (db *DB) NodeUsages(ctx context.Context) ([]NodeUsage, error) {
 	nodes, err := listNodes(ctx, db.read)
 	if err != nil {

@@ -16,21 +16,25 @@ import (
 type Image struct {
 	Name         sandbox.ImageName
 	Digest       string // of the content, "sha256:…"
-	Kind         string // "oci" for a plain image
+	Kind         string // "oci" for a plain image, "files" or "memory" for one made of a sandbox
 	Size         int64  // of the artifact on a node, in bytes
 	Architecture string // "amd64"
 	Source       string // where it came from, without credentials
 	Config       []byte // JSON, as its importer wrote it
+	Snapshot     []byte // JSON: what a start of it needs; nil unless it has memory
 	CreatedAt    time.Time
 }
 
-const imageColumns = `project, repo, tag, digest, kind, size, architecture, source, config, created_at`
+const imageColumns = `project, repo, tag, digest, kind, size, architecture, source, config, snapshot, created_at`
 
 func scanImage(row scanner) (Image, error) {
 	var m Image
 	var created int64
 	err := row.Scan(&m.Name.Project, &m.Name.Repo, &m.Name.Tag, &m.Digest, &m.Kind, &m.Size, &m.Architecture, &m.Source,
-		&m.Config, &created)
+		&m.Config, &m.Snapshot, &created)
+	if len(m.Snapshot) == 0 {
+		m.Snapshot = nil
+	}
 	m.CreatedAt = fromDB(created)
 	return m, err
 }
@@ -49,12 +53,12 @@ func (db *DB) PutImage(ctx context.Context, m Image) (before *Image, err error) 
 			return err
 		}
 		_, err = tx.ExecContext(ctx, `INSERT INTO images (`+imageColumns+`)
-			VALUES ($1, $2, $3, $4, $5, $6, $7, $8, $9, $10)
+			VALUES ($1, $2, $3, $4, $5, $6, $7, $8, $9, $10, $11)
 			ON CONFLICT (project, repo, tag) DO UPDATE SET digest = excluded.digest, kind = excluded.kind,
 			size = excluded.size, architecture = excluded.architecture, source = excluded.source,
-			config = excluded.config, created_at = excluded.created_at`,
+			config = excluded.config, snapshot = excluded.snapshot, created_at = excluded.created_at`,
 			m.Name.Project, m.Name.Repo, m.Name.Tag, m.Digest, m.Kind, m.Size, m.Architecture, m.Source,
-			string(m.Config), toDB(m.CreatedAt))
+			string(m.Config), string(m.Snapshot), toDB(m.CreatedAt))
 		if isDangling(err) {
 			return noProject(m.Name.Project)
 		}

@@ -18,21 +18,22 @@ import (
 )
 
 const (
-	sandboxColumns = `id, project, caller, state, node, image_digest, spec, created_at, started_at,
-		ended_at, end_reason, end_domain, end_detail, version`
+	sandboxColumns = `id, project, caller, state, node, image_digest, spec, parent, created_at, started_at,
+		paused_at, paused_for, ended_at, end_reason, end_domain, end_detail, version`
 	// live is the condition of the indexes sandboxes_live…; both must say the same.
 	live = `state NOT IN ('stopped', 'failed')`
 )
 
 func scanSandbox(row scanner) (*sandbox.Sandbox, error) {
 	var (
-		sb                      sandbox.Sandbox
-		spec                    []byte
-		created, started, ended int64
-		end                     sandbox.End
+		sb                        sandbox.Sandbox
+		spec                      []byte
+		created, started, ended   int64
+		pausedAt, pausedForMicros int64
+		end                       sandbox.End
 	)
-	err := row.Scan(&sb.ID, &sb.Project, &sb.Caller, &sb.State, &sb.Node, &sb.ImageDigest, &spec, &created, &started,
-		&ended, &end.Reason, &end.Domain, &end.Detail, &sb.Version)
+	err := row.Scan(&sb.ID, &sb.Project, &sb.Caller, &sb.State, &sb.Node, &sb.ImageDigest, &spec, &sb.Parent, &created, &started,
+		&pausedAt, &pausedForMicros, &ended, &end.Reason, &end.Domain, &end.Detail, &sb.Version)
 	if err != nil {
 		return nil, err
 	}
@@ -40,6 +41,7 @@ func scanSandbox(row scanner) (*sandbox.Sandbox, error) {
 		return nil, fmt.Errorf("read the spec of sandbox %s: %w", sb.ID, err)
 	}
 	sb.CreatedAt, sb.StartedAt = fromDB(created), fromDB(started)
+	sb.PausedAt, sb.PausedFor = fromDB(pausedAt), fromMicros(pausedForMicros)
 	if end.Reason != "" {
 		end.Time = fromDB(ended)
 		sb.End = &end
@@ -52,12 +54,10 @@ func insertSandbox(ctx context.Context, tx *sql.Tx, sb *sandbox.Sandbox) error {
 	if err != nil {
 		return err
 	}
-	_, err = tx.ExecContext(ctx, `INSERT INTO sandboxes (id, project, caller, state, node, image_digest, spec,
-		cpu, memory_mb, disk_mb, created_at, started_at, ended_at, end_reason, end_domain, end_detail, version)
-		VALUES ($1, $2, $3, $4, $5, $6, $7, $8, $9, $10, $11, $12, $13, $14, $15, $16, $17)`,
-		sb.ID, sb.Project, sb.Caller, r.state, r.node, r.digest, r.spec,
-		r.limits.CPU, r.limits.MemoryMB, r.limits.DiskMB,
-		toDB(sb.CreatedAt), r.started, r.ended, r.end.Reason, r.end.Domain, r.end.Detail, sb.Version)
+	_, err = tx.ExecContext(ctx, `INSERT INTO sandboxes (id, project, caller, parent, created_at, version, state, node, image_digest, spec,
+		held_cpu, held_memory_mb, held_disk_mb, started_at, paused_at, paused_for, ended_at, end_reason, end_domain, end_detail)
+		VALUES ($1, $2, $3, $4, $5, $6, $7, $8, $9, $10, $11, $12, $13, $14, $15, $16, $17, $18, $19, $20)`,
+		append([]any{sb.ID, sb.Project, sb.Caller, sb.Parent, toDB(sb.CreatedAt), sb.Version}, r.args()...)...)
 	switch {
 	case isDuplicate(err):
 		return fault.New(fault.AlreadyExists, "there is a sandbox %s already", sb.ID)
@@ -100,7 +100,7 @@ func getSandbox(ctx context.Context, q querier, id sandbox.ID) (*sandbox.Sandbox
 // it if it is still as it was read, or else begins anew, so change may run more
 // than once and must only alter its argument. An error of change is returned
 // as it is and writes nothing; a change that alters nothing writes nothing
-// either. Id, project, caller and creation time cannot be changed. The sandbox
+// either. Id, project, caller, parent and creation time cannot be changed. The sandbox
 // returned is as it is recorded now.
 func (db *DB) UpdateSandbox(ctx context.Context, id sandbox.ID, change func(*sandbox.Sandbox) error) (*sandbox.Sandbox, error) {
 	for {
@@ -116,7 +116,8 @@ func (db *DB) UpdateSandbox(ctx context.Context, id sandbox.ID, change func(*san
 		if err := change(sb); err != nil {
 			return nil, err
 		}
-		sb.ID, sb.Project, sb.Caller, sb.CreatedAt, sb.Version = keep.ID, keep.Project, keep.Caller, keep.CreatedAt, keep.Version
+		sb.ID, sb.Project, sb.Caller, sb.Parent, sb.CreatedAt, sb.Version =
+			keep.ID, keep.Project, keep.Caller, keep.Parent, keep.CreatedAt, keep.Version
 		after, err := rowOf(sb)
 		if err != nil {
 			return nil, err
@@ -136,14 +137,18 @@ func (db *DB) UpdateSandbox(ctx context.Context, id sandbox.ID, change func(*san
 
 // row holds the columns of a sandbox that can change.
 type row struct {
-	state   sandbox.State
-	node    string
-	digest  string
-	spec    string
-	limits  sandbox.Limits
-	started int64
-	ended   int64
-	end     sandbox.End // without its time
+	state  sandbox.State
+	node   string
+	digest string
+	spec   string
+	// held is what Sandbox.Holds says, so that the sums of admission, which the
+	// database makes, are of what it says.
+	held      sandbox.Resources
+	started   int64
+	pausedAt  int64
+	pausedFor int64
+	ended     int64
+	end       sandbox.End // without its time
 }
 
 func rowOf(sb *sandbox.Sandbox) (row, error) {
@@ -152,8 +157,8 @@ func rowOf(sb *sandbox.Sandbox) (row, error) {
 		return row{}, fmt.Errorf("encode the spec of sandbox %s: %w", sb.ID, err)
 	}
 	r := row{
-		state: sb.State, node: sb.Node, digest: sb.ImageDigest, spec: string(spec), limits: sb.Spec.Limits,
-		started: toDB(sb.StartedAt),
+		state: sb.State, node: sb.Node, digest: sb.ImageDigest, spec: string(spec), held: sb.Holds(),
+		started: toDB(sb.StartedAt), pausedAt: toDB(sb.PausedAt), pausedFor: sb.PausedFor.Microseconds(),
 	}
 	if sb.End != nil {
 		r.ended, r.end = toDB(sb.End.Time), *sb.End
@@ -162,39 +167,57 @@ func rowOf(sb *sandbox.Sandbox) (row, error) {
 	return r, nil
 }
 
-// swap writes the row if the record's version is still the sandbox's, and
+// args returns the columns in the order that the statements name them in.
+func (r row) args() []any {
+	return []any{
+		r.state, r.node, r.digest, r.spec, r.held.CPU, r.held.MemoryMB, r.held.DiskMB,
+		r.started, r.pausedAt, r.pausedFor, r.ended, r.end.Reason, r.end.Domain, r.end.Detail,
+	}
+}
+
+// settle makes the sandbox what was recorded of it.
+func (r row) settle(sb *sandbox.Sandbox) {
+	sb.StartedAt, sb.PausedAt, sb.PausedFor = fromDB(r.started), fromDB(r.pausedAt), fromMicros(r.pausedFor)
+	if sb.End != nil {
+		sb.End.Time = fromDB(r.ended)
+	}
+}
+
+// write writes the row if the record's version is still the sandbox's, and
 // makes the sandbox what is recorded then.
-func (db *DB) swap(ctx context.Context, sb *sandbox.Sandbox, r row, labels bool) (written bool, err error) {
-	const update = `UPDATE sandboxes SET state = $1, node = $2, image_digest = $3, spec = $4, cpu = $5, memory_mb = $6,
-		disk_mb = $7, started_at = $8, ended_at = $9, end_reason = $10, end_domain = $11, end_detail = $12, version = version + 1
-		WHERE id = $13 AND version = $14`
-	args := []any{
-		r.state, r.node, r.digest, r.spec, r.limits.CPU, r.limits.MemoryMB, r.limits.DiskMB, r.started, r.ended,
-		r.end.Reason, r.end.Domain, r.end.Detail, sb.ID, sb.Version,
-	}
-	var n int64
-	if !labels {
-		n, err = affected(db.write.ExecContext(ctx, update, args...))
-	} else {
-		err = db.inTx(ctx, nil, func(tx *sql.Tx) error {
-			if n, err = affected(tx.ExecContext(ctx, update, args...)); err != nil || n == 0 {
-				return err
-			}
-			if _, err := tx.ExecContext(ctx, `DELETE FROM sandbox_labels WHERE sandbox = $1`, sb.ID); err != nil {
-				return err
-			}
-			return insertLabels(ctx, tx, sb)
-		})
-	}
+func (r row) write(ctx context.Context, q querier, sb *sandbox.Sandbox) (written bool, err error) {
+	n, err := affected(q.ExecContext(ctx, `UPDATE sandboxes SET state = $1, node = $2, image_digest = $3, spec = $4,
+		held_cpu = $5, held_memory_mb = $6, held_disk_mb = $7, started_at = $8, paused_at = $9, paused_for = $10,
+		ended_at = $11, end_reason = $12, end_domain = $13, end_detail = $14, version = version + 1
+		WHERE id = $15 AND version = $16`, append(r.args(), sb.ID, sb.Version)...))
 	if err != nil || n == 0 {
 		return false, err
 	}
 	sb.Version++
-	sb.StartedAt = fromDB(r.started)
-	if sb.End != nil {
-		sb.End.Time = fromDB(r.ended)
-	}
+	r.settle(sb)
 	return true, nil
+}
+
+// swap is row.write, with the labels if they changed.
+func (db *DB) swap(ctx context.Context, sb *sandbox.Sandbox, r row, labels bool) (written bool, err error) {
+	if !labels {
+		return r.write(ctx, db.write, sb)
+	}
+	version := sb.Version
+	err = db.inTx(ctx, nil, func(tx *sql.Tx) error {
+		if written, err = r.write(ctx, tx, sb); err != nil || !written {
+			return err
+		}
+		if _, err := tx.ExecContext(ctx, `DELETE FROM sandbox_labels WHERE sandbox = $1`, sb.ID); err != nil {
+			return err
+		}
+		return insertLabels(ctx, tx, sb)
+	})
+	if err != nil {
+		sb.Version = version
+		return false, err
+	}
+	return written, nil
 }
 
 // SandboxFilter says which sandboxes are wanted. Its zero value wants all that

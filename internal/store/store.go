@@ -268,6 +268,9 @@ func fromDB(us int64) time.Time {
 	return time.UnixMicro(us).UTC()
 }
 
+// fromMicros returns a length of time that is kept in microseconds.
+func fromMicros(us int64) time.Duration { return time.Duration(us) * time.Microsecond }
+
 // isDuplicate reports whether a row with the same key was there.
 func isDuplicate(err error) bool {
 	var pe *pgconn.PgError
