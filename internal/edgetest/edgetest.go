@@ -42,6 +42,9 @@ type Hooks struct {
 	Made    func(ctx context.Context, id sandbox.ID) error // after the machine is made, before the answer
 	Destroy func(ctx context.Context, id sandbox.ID) error
 	Data    http.Handler // serves the data plane instead of an echo
+
+	State     func(ctx context.Context, op Op, id sandbox.ID) error // before a state operation
+	StateDone func(ctx context.Context, op Op, id sandbox.ID) error // after it is done, before the answer
 }
 
 // Edge is an edge in memory.
@@ -59,9 +62,12 @@ type Edge struct {
 	deadline map[sandbox.ID]*edgev1.SetDeadlinesRequest
 	deleted  []string
 	forgot   []sandbox.ID
+	forks    []*edgev1.ForkSandboxRequest
 	watchers map[chan *edgev1.SandboxStatus]bool
 	address  string
 	stop     func()
+
+	snapshots int
 }
 
 // Start serves an edge until the test ends. certDir has the certificates of
@@ -80,7 +86,9 @@ func Start(t testing.TB, certDir, name string) *Edge {
 		report: &edgev1.NodeReport{
 			Name: name, Version: "test",
 			Backends: []*opendsecv1.NodeBackend{
-				{Name: "gvisor", Available: true}, {Name: "container", Reason: "runc is not installed"}, {Name: "sim", Available: true, Features: []string{"pause"}},
+				{Name: "gvisor", Available: true, Features: []string{"pause", "snapshot_files", "snapshot_memory"}},
+				{Name: "container", Reason: "runc is not installed"},
+				{Name: "sim", Available: true, Features: []string{"pause", "snapshot_files"}},
 			},
 			Capacity: &opendsecv1.Resources{CpuCores: 32, MemoryMb: 16384, DiskMb: 1 << 20, Sandboxes: 1000},
 		},
@@ -262,10 +270,9 @@ func (e *Edge) data(w http.ResponseWriter, r *http.Request) {
 	}
 }
 
-type service struct {
-	edgev1connect.UnimplementedEdgeHandler
-	e *Edge
-}
+type service struct{ e *Edge }
+
+var _ edgev1connect.EdgeHandler = service{}
 
 func (s service) CreateSandbox(ctx context.Context, req *connect.Request[edgev1.CreateSandboxRequest]) (*connect.Response[edgev1.CreateSandboxResponse], error) {
 	id := sandbox.ID(req.Msg.GetId())
@@ -275,27 +282,32 @@ func (s service) CreateSandbox(ctx context.Context, req *connect.Request[edgev1.
 			return nil, err
 		}
 	}
-	backend := req.Msg.GetSpec().GetBackend()
-	if backend == string(sandbox.Auto) {
-		backend = string(sandbox.GVisor)
-	}
-	s.e.mu.Lock()
-	status := s.e.boxes[id]
-	if status == nil {
-		status = &edgev1.SandboxStatus{
-			Id: req.Msg.GetId(), Project: req.Msg.GetProject(), Backend: backend,
-			State: opendsecv1.State_STATE_RUNNING, StartedAt: timestamppb.Now(),
-		}
-		s.e.requests[id] = req.Msg
-		s.e.putLocked(status)
-	}
-	s.e.mu.Unlock()
+	status := s.e.make(req.Msg)
 	if hooks.Made != nil {
 		if err := hooks.Made(ctx, id); err != nil {
 			return nil, err
 		}
 	}
 	return connect.NewResponse(&edgev1.CreateSandboxResponse{Status: status}), nil
+}
+
+// make returns the sandbox of a request, which is made if it is not there.
+func (e *Edge) make(req *edgev1.CreateSandboxRequest) *edgev1.SandboxStatus {
+	backend := req.GetSpec().GetBackend()
+	if backend == string(sandbox.Auto) {
+		backend = string(sandbox.GVisor)
+	}
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	id := sandbox.ID(req.GetId())
+	if e.boxes[id] == nil {
+		e.requests[id] = req
+		e.putLocked(&edgev1.SandboxStatus{
+			Id: req.GetId(), Project: req.GetProject(), Backend: backend,
+			State: opendsecv1.State_STATE_RUNNING, StartedAt: timestamppb.Now(),
+		})
+	}
+	return e.boxes[id]
 }
 
 func (s service) DestroySandbox(ctx context.Context, req *connect.Request[edgev1.DestroySandboxRequest]) (*connect.Response[edgev1.DestroySandboxResponse], error) {
@@ -436,6 +448,8 @@ func (s service) DeleteImage(_ context.Context, req *connect.Request[edgev1.Dele
 	s.e.mu.Lock()
 	defer s.e.mu.Unlock()
 	s.e.deleted = append(s.e.deleted, req.Msg.GetDigest())
+	s.e.report = proto.CloneOf(s.e.report)
+	s.e.report.Images = slices.DeleteFunc(s.e.report.Images, func(d string) bool { return d == req.Msg.GetDigest() })
 	return connect.NewResponse(&edgev1.DeleteImageResponse{}), nil
 }
 
