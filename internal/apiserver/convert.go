@@ -114,6 +114,7 @@ func sandboxToProto(sb *sandbox.Sandbox) *opendsecv1.Sandbox {
 		Id: string(sb.ID), Project: string(sb.Project), Spec: specToProto(sb.Spec), State: fault.StateToProto(sb.State),
 		CreatedAt: timeToProto(sb.CreatedAt), StartedAt: timeToProto(sb.StartedAt), Node: sb.Node,
 		ImageDigest: sb.ImageDigest, Caller: sb.Caller, Warnings: warnings(sb),
+		Parent: string(sb.Parent), PausedAt: timeToProto(sb.PausedAt),
 	}
 	if sb.End != nil {
 		p.End = fault.EndToProto(*sb.End)

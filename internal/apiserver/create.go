@@ -43,10 +43,17 @@ type order struct {
 	caller    string
 	project   sandbox.Project
 	spec      sandbox.Spec
-	digest    string
+	from      origin
+	filesOnly bool // of a fork: without memory and processes
 	count     int
 	allOrNone bool
 	key       store.Idempotency
+}
+
+// origin is what sandboxes are made of.
+type origin struct {
+	image  store.Image
+	source *sandbox.Sandbox // that they are copies of; nil when they start from the image
 }
 
 // wish is what a call asks to be made.
@@ -58,11 +65,18 @@ type wish struct {
 	key       string
 }
 
+func checkCount(n int) error {
+	if n < 1 || n > maxCount {
+		return fault.Invalid("count", "count must be from 1 to %d, not %d", maxCount, n)
+	}
+	return nil
+}
+
 // admit checks all about a wish that does not depend on what else runs, and
 // fills the defaults of its spec.
 func (s *Server) admit(ctx context.Context, w wish) (*order, error) {
-	if w.count < 1 || w.count > maxCount {
-		return nil, fault.Invalid("count", "count must be from 1 to %d, not %d", maxCount, w.count)
+	if err := checkCount(w.count); err != nil {
+		return nil, err
 	}
 	if err := checkSpec(&w.spec); err != nil {
 		return nil, err
@@ -79,28 +93,31 @@ func (s *Server) admit(ctx context.Context, w wish) (*order, error) {
 		return nil, err
 	}
 	o := &order{caller: c.name, project: p, spec: w.spec, count: w.count, allOrNone: w.allOrNone}
-	if o.key, err = w.idempotency(c.name); err != nil {
-		return nil, err
-	}
-	o.digest, err = s.resolve(ctx, p, w.spec.Image)
-	return o, err
-}
-
-// idempotency returns the key with a hash of all that is asked.
-func (w wish) idempotency(caller string) (store.Idempotency, error) {
-	if w.key == "" {
-		return store.Idempotency{}, nil
-	}
-	data, err := json.Marshal(struct {
+	o.key, err = idempotency(c.name, w.key, struct {
 		Spec      sandbox.Spec
 		Count     int
 		AllOrNone bool
 	}{w.spec, w.count, w.allOrNone})
 	if err != nil {
+		return nil, err
+	}
+	if o.from.image, err = s.resolve(ctx, p, w.spec.Image); err != nil {
+		return nil, err
+	}
+	return o, settle(&o.spec, o.from.image)
+}
+
+// idempotency returns the key with a hash of all that is asked.
+func idempotency(caller, key string, asked any) (store.Idempotency, error) {
+	if key == "" {
+		return store.Idempotency{}, nil
+	}
+	data, err := json.Marshal(asked)
+	if err != nil {
 		return store.Idempotency{}, fmt.Errorf("hash the request: %w", err)
 	}
 	sum := sha256.Sum256(data)
-	return store.Idempotency{Caller: caller, Key: w.key, RequestHash: hex.EncodeToString(sum[:])}, nil
+	return store.Idempotency{Caller: caller, Key: key, RequestHash: hex.EncodeToString(sum[:])}, nil
 }
 
 func parseProject(path string) (sandbox.Project, error) {
@@ -114,20 +131,17 @@ func parseProject(path string) (sandbox.Project, error) {
 	return p, nil
 }
 
-// resolve returns the digest of an image that is visible in a project.
-func (s *Server) resolve(ctx context.Context, p sandbox.Project, name sandbox.ImageName) (string, error) {
+// resolve returns an image that is visible in a project.
+func (s *Server) resolve(ctx context.Context, p sandbox.Project, name sandbox.ImageName) (store.Image, error) {
 	if name.Project.Contains(p) {
 		img, err := s.deps.DB.GetImage(ctx, name)
-		if err == nil {
-			return img.Digest, nil
-		}
 		if !fault.Is(err, fault.NotFound) {
-			return "", err
+			return img, err
 		}
 	}
 	err := fault.New(fault.NotFound, "image %s does not exist or is not visible in project %s: see `opendsecctl image list`, or bring it in with `opendsecctl image import SOURCE %s`", name, p, name)
 	err.Field = "spec.image"
-	return "", err
+	return store.Image{}, err
 }
 
 // made is a sandbox that was asked for, or why it was not made.
@@ -145,18 +159,31 @@ func (s *Server) create(ctx context.Context, o *order) ([]made, error) {
 		return nil, err
 	}
 	if existing != nil {
-		return s.awaitAll(ctx, o, existing)
+		results, err = s.awaitAll(ctx, o, existing)
+		if o.from.source != nil {
+			s.clearLost(ctx, o, existing, results, err)
+		}
+		return results, err
 	}
-	if err = s.startAll(ctx, o, results); err == nil {
+	begin := s.startAll
+	if o.from.source != nil {
+		begin = s.forkAll
+	}
+	if err = begin(ctx, o, results); err == nil {
 		return results, nil
 	}
 	s.undo(ctx, results)
+	s.freeKey(ctx, o)
+	return nil, err
+}
+
+// freeKey lets a call that made nothing be repeated with its key.
+func (s *Server) freeKey(ctx context.Context, o *order) {
 	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), recordTime)
 	defer cancel()
-	if ferr := s.deps.DB.ForgetKey(ctx, o.project, o.key); ferr != nil {
-		s.log.Error("a failed call cannot be repeated with its idempotency key", "error", ferr)
+	if err := s.deps.DB.ForgetKey(ctx, o.project, o.key); err != nil {
+		s.log.Error("a failed call cannot be repeated with its idempotency key", "error", err)
 	}
-	return nil, err
 }
 
 // reserve records the sandboxes on the nodes that placement chooses, or returns
@@ -169,11 +196,17 @@ func (s *Server) reserve(ctx context.Context, o *order) (results []made, existin
 	for i := range sbs {
 		sbs[i] = &sandbox.Sandbox{
 			ID: sandbox.NewID(), Project: o.project, Caller: o.caller, Spec: o.spec,
-			State: sandbox.Pending, ImageDigest: o.digest, CreatedAt: now,
+			State: sandbox.Pending, ImageDigest: o.from.image.Digest, CreatedAt: now,
+		}
+		if o.from.source != nil {
+			sbs[i].Parent = o.from.source.ID
 		}
 	}
-	choose := s.chooser(o.spec, o.digest, nil)
+	choose := s.chooser(o.spec, o.from, nil)
 	existing, err = s.deps.DB.CreateSandboxes(ctx, sbs, o.key, func(sb *sandbox.Sandbox, nodes []store.NodeUsage, projects []store.ProjectUsage) (string, error) {
+		if err := s.forkable(o, nodes); err != nil {
+			return "", err
+		}
 		node, err := choose(sb, nodes, projects)
 		if err != nil && !o.allOrNone {
 			refused[sb.ID] = err
@@ -195,12 +228,18 @@ func (s *Server) reserve(ctx context.Context, o *order) (results []made, existin
 }
 
 // chooser returns placement's choice for sandboxes of a spec in the store's terms.
-func (s *Server) chooser(spec sandbox.Spec, digest string, avoid []string) store.Place {
+func (s *Server) chooser(spec sandbox.Spec, from origin, avoid []string) store.Place {
 	req := placement.Request{
-		Backend: spec.Backend, Limits: spec.Limits, NeedsPause: spec.OnIdle == sandbox.PauseOnIdle,
-		ImageDigest: digest, Avoid: avoid,
+		Backend: spec.Backend, Limits: spec.Limits, ImageDigest: from.image.Digest, Avoid: avoid,
+	}
+	switch {
+	case spec.OnIdle == sandbox.PauseOnIdle:
+		req.NeedsPause = "spec.on_idle"
+	case spec.AutoResume:
+		req.NeedsPause = "spec.auto_resume"
 	}
 	return func(_ *sandbox.Sandbox, nodes []store.NodeUsage, projects []store.ProjectUsage) (string, error) {
+		req.Only = s.nodes.only(nodes, from)
 		return placement.Choose(req, s.nodes.placement(nodes), quotas(projects))
 	}
 }
@@ -262,7 +301,7 @@ func (s *Server) start(ctx context.Context, sb *sandbox.Sandbox) (*sandbox.Sandb
 		if len(failed) == maxAttempts {
 			return nil, s.failed(ctx, sb, err)
 		}
-		moved, merr := s.deps.DB.MoveSandbox(ctx, sb.ID, s.chooser(sb.Spec, sb.ImageDigest, failed))
+		moved, merr := s.move(ctx, sb, failed)
 		if merr != nil {
 			// Why the first node failed tells more than why there is no other.
 			return nil, s.failed(ctx, sb, err)
@@ -270,6 +309,20 @@ func (s *Server) start(ctx context.Context, sb *sandbox.Sandbox) (*sandbox.Sandb
 		s.log.Warn("a node could not make a sandbox, trying another", "sandbox", sb.ID, "node", sb.Node, "other", moved.Node, "error", err)
 		sb = moved
 	}
+}
+
+// move places a sandbox whose nodes so far could not make it on another. An
+// image whose name has gone, or is another's, may be anything: it takes a node
+// that has the content.
+func (s *Server) move(ctx context.Context, sb *sandbox.Sandbox, failed []string) (*sandbox.Sandbox, error) {
+	img, err := s.deps.DB.GetImage(ctx, sb.Spec.Image)
+	if err != nil && !fault.Is(err, fault.NotFound) {
+		return nil, err
+	}
+	if err != nil || img.Digest != sb.ImageDigest {
+		img = store.Image{Name: sb.Spec.Image, Digest: sb.ImageDigest, Kind: kindFiles}
+	}
+	return s.deps.DB.MoveSandbox(ctx, sb.ID, s.chooser(sb.Spec, origin{image: img}, failed))
 }
 
 // startOn has the sandbox's node make it.
@@ -442,7 +495,8 @@ func (c *claims) has(id sandbox.ID) bool {
 // awaitStart returns a sandbox that another call is making, once it is made.
 // When that call is not one of this process and takes long, its server may have
 // died: then this call goes on in its place. Asking the node again is harmless,
-// it makes a sandbox once.
+// it makes a sandbox once. Not so for a copy of another sandbox, which could
+// only be a copy of what that is now: it fails once no server can be at it.
 func (s *Server) awaitStart(ctx context.Context, id sandbox.ID) (*sandbox.Sandbox, error) {
 	tick := time.NewTicker(awaitEvery)
 	defer tick.Stop()
@@ -456,8 +510,14 @@ func (s *Server) awaitStart(ctx context.Context, id sandbox.ID) (*sandbox.Sandbo
 			return nil, ended(id, *sb.End)
 		case sb.State != sandbox.Pending && sb.State != sandbox.Starting:
 			return sb, nil
-		case sb.State == sandbox.Pending && !s.making.has(id) && s.deps.Now().Sub(sb.CreatedAt) > takeOverAfter:
-			return s.start(ctx, sb)
+		case sb.State == sandbox.Pending && !s.making.has(id):
+			age := s.deps.Now().Sub(sb.CreatedAt)
+			if sb.Parent == "" && age > takeOverAfter {
+				return s.start(ctx, sb)
+			}
+			if sb.Parent != "" && age > forkLost {
+				return nil, s.failed(ctx, sb, fault.New(fault.Unavailable, "the server that forked %s has gone, and %s was not made: fork again", sb.Parent, id))
+			}
 		}
 		select {
 		case <-tick.C:

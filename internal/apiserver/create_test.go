@@ -98,9 +98,6 @@ func TestCreateNamesTheWrongField(t *testing.T) {
 		"no duration":             {func(s *opendsecv1.SandboxSpec) { s.TtlLifetime = &durationpb.Duration{Seconds: 1, Nanos: -1} }, "spec.ttl_lifetime", ""},
 		"eternal lifetime":        {func(s *opendsecv1.SandboxSpec) { s.TtlLifetime = &durationpb.Duration{Seconds: 1 << 36} }, "spec.ttl_lifetime", ""},
 		"on_idle":                 {func(s *opendsecv1.SandboxSpec) { s.OnIdle = 7 }, "spec.on_idle", ""},
-		"pause without pause": {func(s *opendsecv1.SandboxSpec) {
-			s.OnIdle, s.Backend = opendsecv1.OnIdle_ON_IDLE_PAUSE, "gvisor"
-		}, "spec.on_idle", fault.Unsupported},
 		"env name":              {func(s *opendsecv1.SandboxSpec) { s.Env = map[string]string{"A=B": "c"} }, "spec.env", ""},
 		"env name that is none": {func(s *opendsecv1.SandboxSpec) { s.Env = map[string]string{"": "c"} }, "spec.env", ""},
 		"env value":             {func(s *opendsecv1.SandboxSpec) { s.Env = map[string]string{"A": "b\x00"} }, "spec.env", ""},

@@ -53,12 +53,18 @@ func (e *edges) at(address string) edgev1connect.EdgeClient {
 // machine is what a node says about one of its sandboxes.
 type machine struct {
 	backend   sandbox.Backend
+	state     sandbox.State
 	startedAt time.Time
+	pausedAt  time.Time
+	pausedFor time.Duration
 	end       *sandbox.End
 }
 
 func machineFromProto(p *edgev1.SandboxStatus) machine {
-	m := machine{backend: sandbox.Backend(p.GetBackend()), startedAt: timeFromProto(p.GetStartedAt())}
+	m := machine{
+		backend: sandbox.Backend(p.GetBackend()), state: fault.StateFromProto(p.GetState()), startedAt: timeFromProto(p.GetStartedAt()),
+		pausedAt: timeFromProto(p.GetPausedAt()), pausedFor: p.GetPausedFor().AsDuration(),
+	}
 	if p.GetEnd() != nil {
 		end := fault.EndFromProto(p.GetEnd())
 		m.end = &end
@@ -66,12 +72,17 @@ func machineFromProto(p *edgev1.SandboxStatus) machine {
 	return m
 }
 
-// create makes the machine of a record and returns when its agent answers.
-func (e *edges) create(ctx context.Context, address string, sb *sandbox.Sandbox) (machine, error) {
-	res, err := e.at(address).CreateSandbox(ctx, connect.NewRequest(&edgev1.CreateSandboxRequest{
+// wantedToProto renders a record for the node that is to make it.
+func wantedToProto(sb *sandbox.Sandbox) *edgev1.CreateSandboxRequest {
+	return &edgev1.CreateSandboxRequest{
 		Id: string(sb.ID), Project: string(sb.Project), Spec: specToProto(sb.Spec),
 		ImageDigest: sb.ImageDigest, CreatedAt: timeToProto(sb.CreatedAt),
-	}))
+	}
+}
+
+// create makes the machine of a record and returns when its agent answers.
+func (e *edges) create(ctx context.Context, address string, sb *sandbox.Sandbox) (machine, error) {
+	res, err := e.at(address).CreateSandbox(ctx, connect.NewRequest(wantedToProto(sb)))
 	if err != nil {
 		return machine{}, fault.FromConnect(err)
 	}
@@ -93,6 +104,61 @@ func (e *edges) destroy(ctx context.Context, address string, id sandbox.ID, end 
 		return nil, fault.New(fault.Unavailable, "sandbox %s is still %s on its node", id, state)
 	}
 	return machineFromProto(status).end, nil
+}
+
+func (e *edges) pause(ctx context.Context, address string, id sandbox.ID) (machine, error) {
+	res, err := e.at(address).PauseSandbox(ctx, connect.NewRequest(&edgev1.PauseSandboxRequest{Id: string(id)}))
+	if err != nil {
+		return machine{}, fault.FromConnect(err)
+	}
+	return machineFromProto(res.Msg.GetStatus()), nil
+}
+
+func (e *edges) resume(ctx context.Context, address string, id sandbox.ID) (machine, error) {
+	res, err := e.at(address).ResumeSandbox(ctx, connect.NewRequest(&edgev1.ResumeSandboxRequest{Id: string(id)}))
+	if err != nil {
+		return machine{}, fault.FromConnect(err)
+	}
+	return machineFromProto(res.Msg.GetStatus()), nil
+}
+
+// copied is a copy that a node made, or why it did not.
+type copied struct {
+	machine machine
+	err     error
+}
+
+// fork makes copies of a sandbox and returns how each went, in their order.
+func (e *edges) fork(ctx context.Context, address string, source sandbox.ID, filesOnly bool, children []*sandbox.Sandbox) ([]copied, error) {
+	req := &edgev1.ForkSandboxRequest{Id: string(source), FilesOnly: filesOnly}
+	for _, sb := range children {
+		req.Children = append(req.Children, wantedToProto(sb))
+	}
+	res, err := e.at(address).ForkSandbox(ctx, connect.NewRequest(req))
+	if err != nil {
+		return nil, fault.FromConnect(err)
+	}
+	out := make([]copied, len(children))
+	for i := range out {
+		switch r := res.Msg.GetResults(); {
+		case i >= len(r):
+			out[i].err = fault.New(fault.Unavailable, "the node did not say how the copy %s went", children[i].ID)
+		case r[i].GetError() != nil:
+			out[i].err = fault.FromInfo(r[i].GetError())
+		default:
+			out[i].machine = machineFromProto(r[i].GetStatus())
+		}
+	}
+	return out, nil
+}
+
+// snapshot makes an image in the node's store, which has no name yet.
+func (e *edges) snapshot(ctx context.Context, address string, id sandbox.ID, filesOnly bool) (*opendsecv1.Image, error) {
+	res, err := e.at(address).SnapshotSandbox(ctx, connect.NewRequest(&edgev1.SnapshotSandboxRequest{Id: string(id), FilesOnly: filesOnly}))
+	if err != nil {
+		return nil, fault.FromConnect(err)
+	}
+	return res.Msg.GetImage(), nil
 }
 
 func (e *edges) setDeadlines(ctx context.Context, address string, id sandbox.ID, d sandbox.Deadlines) error {

@@ -1,18 +1,16 @@
 package apiserver
 
 import (
+	"cmp"
 	"context"
-	"time"
 
 	"connectrpc.com/connect"
-	"google.golang.org/protobuf/encoding/protojson"
 
 	edgev1 "github.com/kernflux/opendsec/api/gen/edge/v1"
 	opendsecv1 "github.com/kernflux/opendsec/api/gen/opendsec/v1"
 	"github.com/kernflux/opendsec/api/gen/opendsec/v1/opendsecv1connect"
 	"github.com/kernflux/opendsec/internal/fault"
 	"github.com/kernflux/opendsec/internal/sandbox"
-	"github.com/kernflux/opendsec/internal/store"
 )
 
 // imageRPC is ImageService in terms of Server.
@@ -75,14 +73,15 @@ func (h imageRPC) relay(ctx context.Context, name sandbox.ImageName, source stri
 	if done.GetImage().GetDigest() == "" {
 		return fault.New(fault.Unavailable, "the node ended the import of %s without an image: try again", name)
 	}
-	record, err := imageFromNode(done.GetImage(), name, source, h.s.deps.Now().UTC())
+	record, err := imageFromNode(done.GetImage(), "")
 	if err != nil {
 		return err
 	}
+	record.Name, record.CreatedAt, record.Source = name, h.s.deps.Now().UTC(), cmp.Or(record.Source, source)
 	if err := h.s.nameImage(ctx, record); err != nil {
 		return err
 	}
-	if done.Image, err = imageToProto(record); err != nil {
+	if done.Image, err = h.s.imageToProto(ctx, record); err != nil {
 		return err
 	}
 	return out.Send(done)
@@ -93,15 +92,11 @@ func (h imageRPC) ListImages(ctx context.Context, req *connect.Request[opendsecv
 	if err != nil {
 		return nil, err
 	}
-	out := &opendsecv1.ListImagesResponse{}
-	for _, m := range images {
-		p, err := imageToProto(m)
-		if err != nil {
-			return nil, err
-		}
-		out.Images = append(out.Images, p)
+	out, err := h.s.imagesToProto(ctx, images)
+	if err != nil {
+		return nil, err
 	}
-	return connect.NewResponse(out), nil
+	return connect.NewResponse(&opendsecv1.ListImagesResponse{Images: out}), nil
 }
 
 func (h imageRPC) GetImage(ctx context.Context, req *connect.Request[opendsecv1.GetImageRequest]) (*connect.Response[opendsecv1.GetImageResponse], error) {
@@ -109,7 +104,7 @@ func (h imageRPC) GetImage(ctx context.Context, req *connect.Request[opendsecv1.
 	if err != nil {
 		return nil, err
 	}
-	p, err := imageToProto(m)
+	p, err := h.s.imageToProto(ctx, m)
 	if err != nil {
 		return nil, err
 	}
@@ -121,7 +116,7 @@ func (h imageRPC) TagImage(ctx context.Context, req *connect.Request[opendsecv1.
 	if err != nil {
 		return nil, err
 	}
-	p, err := imageToProto(m)
+	p, err := h.s.imageToProto(ctx, m)
 	if err != nil {
 		return nil, err
 	}
@@ -133,39 +128,4 @@ func (h imageRPC) DeleteImage(ctx context.Context, req *connect.Request[opendsec
 		return nil, err
 	}
 	return connect.NewResponse(&opendsecv1.DeleteImageResponse{}), nil
-}
-
-// imageFromNode makes a record of what a node says of new content. Where it
-// came from is as the node says it, without credentials.
-func imageFromNode(p *opendsecv1.Image, name sandbox.ImageName, source string, now time.Time) (store.Image, error) {
-	config := p.GetConfig()
-	if config == nil {
-		config = &opendsecv1.ImageConfig{}
-	}
-	data, err := protojson.Marshal(config)
-	if err != nil {
-		return store.Image{}, err
-	}
-	m := store.Image{
-		Name: name, Digest: p.GetDigest(), Kind: p.GetKind(), Size: p.GetSize(), Architecture: p.GetArchitecture(),
-		Source: p.GetSource(), Config: data, CreatedAt: now,
-	}
-	if m.Kind == "" {
-		m.Kind = "oci"
-	}
-	if m.Source == "" {
-		m.Source = source
-	}
-	return m, nil
-}
-
-func imageToProto(m store.Image) (*opendsecv1.Image, error) {
-	config := &opendsecv1.ImageConfig{}
-	if err := (protojson.UnmarshalOptions{DiscardUnknown: true}).Unmarshal(m.Config, config); err != nil {
-		return nil, err
-	}
-	return &opendsecv1.Image{
-		Name: m.Name.String(), Digest: m.Digest, Kind: m.Kind, Size: m.Size, CreatedAt: timeToProto(m.CreatedAt),
-		Source: m.Source, Architecture: m.Architecture, Config: config,
-	}, nil
 }

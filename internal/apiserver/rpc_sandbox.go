@@ -15,10 +15,7 @@ import (
 )
 
 // sandboxRPC is SandboxService in terms of Server.
-type sandboxRPC struct {
-	opendsecv1connect.UnimplementedSandboxServiceHandler
-	s *Server
-}
+type sandboxRPC struct{ s *Server }
 
 var _ opendsecv1connect.SandboxServiceHandler = sandboxRPC{}
 
@@ -164,4 +161,63 @@ func (h sandboxRPC) GetMetrics(ctx context.Context, req *connect.Request[opendse
 		return nil, err
 	}
 	return connect.NewResponse(&opendsecv1.GetMetricsResponse{Metrics: metrics}), nil
+}
+
+func (h sandboxRPC) PauseSandbox(ctx context.Context, req *connect.Request[opendsecv1.PauseSandboxRequest]) (*connect.Response[opendsecv1.PauseSandboxResponse], error) {
+	sb, err := h.s.pause(ctx, req.Msg.GetId())
+	if err != nil {
+		return nil, err
+	}
+	return connect.NewResponse(&opendsecv1.PauseSandboxResponse{Sandbox: sandboxToProto(sb)}), nil
+}
+
+func (h sandboxRPC) ResumeSandbox(ctx context.Context, req *connect.Request[opendsecv1.ResumeSandboxRequest]) (*connect.Response[opendsecv1.ResumeSandboxResponse], error) {
+	sb, err := h.s.resume(ctx, req.Msg.GetId())
+	if err != nil {
+		return nil, err
+	}
+	return connect.NewResponse(&opendsecv1.ResumeSandboxResponse{Sandbox: sandboxToProto(sb)}), nil
+}
+
+func (h sandboxRPC) ForkSandbox(ctx context.Context, req *connect.Request[opendsecv1.ForkSandboxRequest]) (*connect.Response[opendsecv1.ForkSandboxResponse], error) {
+	order, err := h.s.admitFork(ctx, forkWish{
+		id: req.Msg.GetId(), count: int(req.Msg.GetCount()), filesOnly: req.Msg.GetFilesOnly(),
+		allOrNone: req.Msg.GetAllOrNone(), key: req.Msg.GetIdempotencyKey(),
+	})
+	if err != nil {
+		return nil, err
+	}
+	results, err := h.s.create(ctx, order)
+	if err != nil {
+		return nil, err
+	}
+	out := &opendsecv1.ForkSandboxResponse{}
+	for _, r := range results {
+		out.Results = append(out.Results, resultToProto(ctx, r))
+	}
+	return connect.NewResponse(out), nil
+}
+
+func (h sandboxRPC) CreateSnapshot(ctx context.Context, req *connect.Request[opendsecv1.CreateSnapshotRequest]) (*connect.Response[opendsecv1.CreateSnapshotResponse], error) {
+	image, err := h.snapshot(ctx, req.Msg.GetId(), req.Msg.GetName(), req.Msg.GetFilesOnly())
+	if err != nil {
+		return nil, err
+	}
+	return connect.NewResponse(&opendsecv1.CreateSnapshotResponse{Image: image}), nil
+}
+
+func (h sandboxRPC) PackDiff(ctx context.Context, req *connect.Request[opendsecv1.PackDiffRequest]) (*connect.Response[opendsecv1.PackDiffResponse], error) {
+	image, err := h.snapshot(ctx, req.Msg.GetId(), req.Msg.GetName(), true)
+	if err != nil {
+		return nil, err
+	}
+	return connect.NewResponse(&opendsecv1.PackDiffResponse{Image: image}), nil
+}
+
+func (h sandboxRPC) snapshot(ctx context.Context, id, name string, filesOnly bool) (*opendsecv1.Image, error) {
+	m, err := h.s.snapshot(ctx, id, name, filesOnly)
+	if err != nil {
+		return nil, err
+	}
+	return h.s.imageToProto(ctx, m)
 }

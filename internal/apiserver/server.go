@@ -72,6 +72,7 @@ type Server struct {
 	nodes  *nodeTable
 	errors *connect.ErrorWriter
 	making claims
+	turns  turns
 }
 
 // New returns an API that works with deps.
@@ -111,7 +112,7 @@ func (s *Server) Handler() http.Handler {
 		opendsecv1connect.ClusterServiceName, opendsecv1connect.IdentityServiceName,
 	}
 	mux := http.NewServeMux()
-	mux.Handle(opendsecv1connect.NewSandboxServiceHandler(sandboxRPC{s: s}, options))
+	mux.Handle(opendsecv1connect.NewSandboxServiceHandler(sandboxRPC{s}, options))
 	mux.Handle(opendsecv1connect.NewImageServiceHandler(imageRPC{s}, options))
 	mux.Handle(opendsecv1connect.NewClusterServiceHandler(clusterRPC{s}, options))
 	mux.Handle("/"+opendsecv1connect.IdentityServiceName+"/", newIdentityProxy(s))

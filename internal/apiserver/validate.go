@@ -1,6 +1,7 @@
 package apiserver
 
 import (
+	"cmp"
 	"math"
 	"regexp"
 	"strings"
@@ -43,8 +44,8 @@ var (
 	hostnameForm = regexp.MustCompile(`^[A-Za-z0-9]([A-Za-z0-9-]*[A-Za-z0-9])?(\.[A-Za-z0-9]([A-Za-z0-9-]*[A-Za-z0-9])?)*$`)
 )
 
-// checkSpec fills the defaults of a spec and refuses, by the field's name,
-// what is wrong with it.
+// checkSpec fills the defaults of a spec, but for limits, whose defaults may be
+// the image's, and refuses, by the field's name, what is wrong with it.
 func checkSpec(s *sandbox.Spec) error {
 	for _, check := range []func(*sandbox.Spec) error{
 		checkBackend, checkLimits, checkDeadlines, checkProcess, checkHostname, checkMarks, checkRules,
@@ -77,34 +78,38 @@ func checkBackend(s *sandbox.Spec) error {
 }
 
 func checkLimits(s *sandbox.Spec) error {
-	l := &s.Limits
+	l := s.Limits
 	if math.IsNaN(l.CPU) || math.IsInf(l.CPU, 0) {
 		return fault.Invalid("spec.cpu_cores_limit", "cpu_cores_limit must be a number, not %v", l.CPU)
 	}
-	if l.CPU == 0 {
-		l.CPU = 1
-	}
-	if l.CPU < minCPU || l.CPU > maxCPU {
+	if l.CPU != 0 && (l.CPU < minCPU || l.CPU > maxCPU) {
 		return fault.Invalid("spec.cpu_cores_limit", "cpu_cores_limit must be from %v to %v cores, not %v", minCPU, maxCPU, l.CPU)
 	}
 	for _, f := range []struct {
 		name        string
-		value       *int64
+		value       int64
 		least, most int64
-		otherwise   int64
 	}{
-		{"memory_limit_mb", &l.MemoryMB, minMemoryMB, maxMemoryMB, 512},
-		{"disk_limit_mb", &l.DiskMB, minDiskMB, maxDiskMB, 10240},
-		{"pids_limit", &l.PIDs, minPIDs, maxPIDs, 1024},
+		{"memory_limit_mb", l.MemoryMB, minMemoryMB, maxMemoryMB},
+		{"disk_limit_mb", l.DiskMB, minDiskMB, maxDiskMB},
+		{"pids_limit", l.PIDs, minPIDs, maxPIDs},
 	} {
-		if *f.value == 0 {
-			*f.value = f.otherwise
-		}
-		if *f.value < f.least || *f.value > f.most {
-			return fault.Invalid("spec."+f.name, "%s must be from %d to %d, not %d", f.name, f.least, f.most, *f.value)
+		if f.value != 0 && (f.value < f.least || f.value > f.most) {
+			return fault.Invalid("spec."+f.name, "%s must be from %d to %d, not %d", f.name, f.least, f.most, f.value)
 		}
 	}
 	return nil
+}
+
+// defaultLimits are those of a sandbox whose caller, and whose image, name none.
+var defaultLimits = sandbox.Limits{CPU: 1, MemoryMB: 512, DiskMB: 10240, PIDs: 1024}
+
+// fillLimits takes the limits that are 0 from others.
+func fillLimits(l *sandbox.Limits, from sandbox.Limits) {
+	l.CPU = cmp.Or(l.CPU, from.CPU)
+	l.MemoryMB = cmp.Or(l.MemoryMB, from.MemoryMB)
+	l.DiskMB = cmp.Or(l.DiskMB, from.DiskMB)
+	l.PIDs = cmp.Or(l.PIDs, from.PIDs)
 }
 
 // checkDeadlines accepts 0, which is never, and checkTTL's range.

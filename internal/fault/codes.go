@@ -98,6 +98,9 @@ func FromConnect(err error) error {
 	return &Error{Kind: Internal, Message: ce.Message()}
 }
 
+// FromInfo reads an error that came as a message of its own.
+func FromInfo(info *opendsecv1.ErrorInfo) *Error { return fromInfo(info, info.GetMessage()) }
+
 func fromInfo(info *opendsecv1.ErrorInfo, message string) *Error {
 	e := &Error{
 		Kind: Kind(info.GetKind()), Message: message, Field: info.GetField(),

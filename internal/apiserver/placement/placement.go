@@ -18,9 +18,16 @@ import (
 type Request struct {
 	Backend     sandbox.Backend // Auto leaves the choice to the node
 	Limits      sandbox.Limits
-	NeedsPause  bool     // the backend must be able to pause
+	NeedsPause  string   // the spec's field that needs a backend that can pause, "" for none
 	ImageDigest string   // nodes that have it are preferred
+	Only        *Only    // nil when any node will do
 	Avoid       []string // nodes on which an attempt has failed
+}
+
+// Only says that what is placed needs something that few nodes have.
+type Only struct {
+	Nodes []string // those that have it
+	Thing string   // what it is, "image root/walk:1"
 }
 
 // Node is a machine as its last report and the records say.
@@ -72,6 +79,25 @@ func Choose(req Request, nodes []Node, projects []Project) (string, error) {
 	if len(nodes) == 0 {
 		return "", fault.New(fault.Capacity, "no node has reported yet: see `opendsecctl status`")
 	}
+	if req.Only == nil {
+		return choose(req, nodes)
+	}
+	nodes = filter(nodes, func(n Node) bool { return slices.Contains(req.Only.Nodes, n.Name) })
+	if len(nodes) == 0 {
+		return "", fault.New(fault.Capacity, "no node has %s: see `opendsecctl node list` for nodes that are away", req.Only.Thing)
+	}
+	node, err := choose(req, nodes)
+	if err != nil {
+		told := *fault.Of(err)
+		told.Message += fmt.Sprintf("; it can be on %s only, for %s", names(nodes), req.Only.Thing)
+		return "", &told
+	}
+	return node, nil
+}
+
+// choose is Choose after the quotas, of nodes that have what is needed.
+func choose(req Request, nodes []Node) (string, error) {
+	want := req.Limits.Resources()
 	able := filter(nodes, func(n Node) bool { return canRun(n, req) })
 	if len(able) == 0 {
 		return "", unsupported(req, nodes)
@@ -91,6 +117,32 @@ func Choose(req Request, nodes []Node, projects []Project) (string, error) {
 		return "", full(want, up)
 	}
 	return slices.MinFunc(free, func(a, b Node) int { return better(a, b, req.ImageDigest, want) }).Name, nil
+}
+
+// Wake says why a sandbox that is paused on a node may not run again there:
+// QuotaExceeded for a quota of a project, Capacity for the node's room. What
+// the node and the projects use is without the sandbox.
+func Wake(l sandbox.Limits, n Node, projects []Project) error {
+	want := l.Resources()
+	for _, p := range projects {
+		if err := admit(want, p); err != nil {
+			return err
+		}
+	}
+	if fitsNow(want, n) {
+		return nil
+	}
+	return fault.New(fault.Capacity,
+		"node %s has no room for %.4g cores, %d MiB memory and %d MiB disk, which the sandbox needs to run again; it has %s free: stop or pause others there",
+		n.Name, want.CPU, want.MemoryMB, want.DiskMB, freeText(n, room(n)))
+}
+
+func names(nodes []Node) string {
+	words := make([]string, len(nodes))
+	for i, n := range nodes {
+		words[i] = n.Name
+	}
+	return strings.Join(words, ", ")
 }
 
 func filter(nodes []Node, keep func(Node) bool) []Node {
@@ -127,7 +179,7 @@ func exceeded(p sandbox.Project, quota, limit, used, want string) error {
 // canRun reports whether the node has a backend for req.
 func canRun(n Node, req Request) bool {
 	return slices.ContainsFunc(n.Backends, func(b Backend) bool {
-		if !b.Available || (req.NeedsPause && !b.Pause) {
+		if !b.Available || (req.NeedsPause != "" && !b.Pause) {
 			return false
 		}
 		if req.Backend == sandbox.Auto {
@@ -143,7 +195,7 @@ func unsupported(req Request, nodes []Node) error {
 	var reasons []string
 	for _, n := range nodes {
 		for _, b := range n.Backends {
-			if b.Available && (b.Pause || !req.NeedsPause) && !slices.Contains(can, b.Name) {
+			if b.Available && (b.Pause || req.NeedsPause == "") && !slices.Contains(can, b.Name) {
 				can = append(can, b.Name)
 			}
 			if b.Name == req.Backend && !b.Available && b.Reason != "" {
@@ -155,10 +207,10 @@ func unsupported(req Request, nodes []Node) error {
 		return cmp.Compare(slices.Index(sandbox.Backends, a), slices.Index(sandbox.Backends, b))
 	})
 	field, what := "spec.backend", fmt.Sprintf("backend %q works on no node", req.Backend)
-	if req.NeedsPause && slices.ContainsFunc(nodes, func(n Node) bool {
+	if req.NeedsPause != "" && slices.ContainsFunc(nodes, func(n Node) bool {
 		return canRun(n, Request{Backend: req.Backend})
 	}) {
-		field, what = "spec.on_idle", fmt.Sprintf("backend %q cannot pause", req.Backend)
+		field, what = req.NeedsPause, fmt.Sprintf("backend %q cannot pause", req.Backend)
 	}
 	if len(reasons) > 0 {
 		what += " (" + strings.Join(reasons, "; ") + ")"

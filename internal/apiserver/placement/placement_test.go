@@ -55,7 +55,7 @@ func TestChoose(t *testing.T) {
 		"not the avoided":          {req: Request{Avoid: []string{"a"}}, nodes: []Node{node("a"), node("b", half)}, want: "b"},
 		"disk that is not counted": {nodes: []Node{node("a", noDisk)}, want: "a"},
 		"by name of backend":       {req: Request{Backend: sandbox.Sim}, nodes: []Node{node("a")}, want: "a"},
-		"pause on sim":             {req: Request{Backend: sandbox.Sim, NeedsPause: true}, nodes: []Node{node("a")}, want: "a"},
+		"pause on sim":             {req: Request{Backend: sandbox.Sim, NeedsPause: "spec.on_idle"}, nodes: []Node{node("a")}, want: "a"},
 		"no nodes":                 {kind: fault.Capacity, text: []string{"no node has reported"}},
 		"all avoided":              {req: Request{Avoid: []string{"a"}}, nodes: []Node{node("a")}, kind: fault.Capacity, text: []string{"a failed to make it"}},
 		"all sick": {nodes: []Node{node("a", sick), node("b", drained)}, kind: fault.Capacity,
@@ -64,7 +64,7 @@ func TestChoose(t *testing.T) {
 			text: []string{"1 cores, 512 MiB memory and 1024 MiB disk", "15 cores, 96 MiB memory, 100000 MiB disk, 99 sandboxes free"}},
 		"backend that works nowhere": {req: Request{Backend: sandbox.Container}, nodes: []Node{node("a")}, kind: fault.Unsupported,
 			field: "spec.backend", text: []string{"runc is not installed", "use gvisor, sim"}},
-		"cannot pause": {req: Request{Backend: sandbox.GVisor, NeedsPause: true}, nodes: []Node{node("a")}, kind: fault.Unsupported,
+		"cannot pause": {req: Request{Backend: sandbox.GVisor, NeedsPause: "spec.on_idle"}, nodes: []Node{node("a")}, kind: fault.Unsupported,
 			field: "spec.on_idle", text: []string{"use sim"}},
 		"auto is never sim": {
 			nodes: []Node{node("a", func(n *Node) { n.Backends = []Backend{{Name: sandbox.Sim, Available: true}} })},
