@@ -2,7 +2,8 @@
 // sandbox. The gvisor backend starts it with flags of gVisor's own "runsc
 // boot"; it is of no use by hand. It differs from runsc in two things that make
 // it start sooner: its seccomp program is compiled ahead, and it collects no
-// garbage before it has some.
+// garbage before it has some. Its version, which a snapshot must share with the
+// sentry that it is restored in, names gVisor's module.
 //
 // It must be built without cgo: it runs itself again inside an empty root.
 package main
@@ -11,6 +12,8 @@ import (
 	"math"
 	"runtime"
 	"runtime/debug"
+
+	_ "unsafe" // for go:linkname
 
 	"github.com/google/subcommands"
 	"gvisor.dev/gvisor/runsc/cli"
@@ -24,6 +27,7 @@ import (
 func main() {
 	delayGC()
 	filters.Register()
+	runtimeVersion = fullVersion(runtimeVersion)
 	cli.Run(&gvisorbinaries.GvisorSentry, map[util.SubCommand]string{
 		new(sentrycmd.Boot):   "",
 		new(sentrycmd.Umount): "",
@@ -48,4 +52,45 @@ func delayGC() {
 		debug.SetGCPercent(usualGC)
 		debug.SetMemoryLimit(noLimit)
 	}, struct{}{})
+}
+
+// revision is part of the version. It changes when the sentry does so that it
+// cannot take up what an earlier one wrote down.
+const revision = "opendsec.1"
+
+// gVisor writes this string into a snapshot and refuses one with another.
+//
+//go:linkname runtimeVersion gvisor.dev/gvisor/runsc/version.version
+var runtimeVersion string
+
+// unnamed is gVisor's own word for a version that the linker was not told.
+const unnamed = "VERSION_MISSING"
+
+// module is gVisor's.
+const module = "gvisor.dev/gvisor"
+
+// fullVersion returns the version of a program that the linker was told the
+// version linked. The build's record of modules says it too.
+func fullVersion(linked string) string {
+	if linked == "" || linked == unnamed {
+		linked = recorded()
+	}
+	return linked + "+" + revision
+}
+
+// recorded returns the version of gVisor's module in this program.
+func recorded() string {
+	info, ok := debug.ReadBuildInfo()
+	if !ok {
+		return unnamed
+	}
+	for _, m := range info.Deps {
+		if m.Path == module && m.Replace != nil {
+			return m.Version + "=" + m.Replace.Path + "@" + m.Replace.Version
+		}
+		if m.Path == module {
+			return m.Version
+		}
+	}
+	return unnamed
 }

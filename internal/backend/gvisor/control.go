@@ -38,23 +38,28 @@ func (s *sentry) dial() (*urpc.Client, error) {
 // start gives a sentry its network, starts its process 1 and sets the limit on
 // processes and threads inside.
 func (s *sentry) start(ctx context.Context, pids int64) error {
+	return s.talk(ctx, func(c *urpc.Client) error {
+		if err := s.connect(c, s.Slot); err != nil {
+			return err
+		}
+		if err := c.Call(boot.ContMgrRootContainerStart, &s.Name, nil); err != nil {
+			return fmt.Errorf("start process 1: %w", err)
+		}
+		return s.limit(c, pids)
+	})
+}
+
+// talk calls a sentry that no sandbox has yet. It answers in some milliseconds;
+// a hanging one is cut off by its end.
+func (s *sentry) talk(ctx context.Context, f func(*urpc.Client) error) error {
 	c, err := s.dial()
 	if err != nil {
 		return err
 	}
 	defer c.Close()
-	// The sentry answers in some milliseconds; a hanging one is cut off by its end.
 	stop := context.AfterFunc(ctx, func() { s.kill() })
 	defer stop()
-	err = s.connect(c, s.Slot)
-	if err == nil {
-		if err = c.Call(boot.ContMgrRootContainerStart, &s.Name, nil); err != nil {
-			err = fmt.Errorf("start process 1: %w", err)
-		}
-	}
-	if err == nil {
-		err = s.limit(c, pids)
-	}
+	err = f(c)
 	if err == nil || ctx.Err() == nil {
 		return err
 	}

@@ -45,7 +45,9 @@ type Options struct {
 	SentryPath string
 	// Slots gives machines their network.
 	Slots Slots
-	// Pool is how many machines are held ready in all; 0 is none.
+	// Pool is how many machines are held ready in all, and besides, how many
+	// sentries to restore snapshots in; 0 is none. A machine takes 16 MiB of
+	// memory, a sentry 8.
 	Pool int
 	// DebugDir gets one log per sentry, for the search of a defect. Sentries
 	// log nothing when it is "". It makes them much slower.
@@ -67,7 +69,10 @@ type Backend struct {
 	log  *slog.Logger
 	opts Options
 	conf *config.Config
-	pool *pool
+	pool *pool // of machines that run
+	// booted has sentries that have not begun anything, for snapshots.
+	booted  *pool
+	version runtimeVersion
 
 	sweepOnce sync.Once
 
@@ -79,9 +84,14 @@ type Backend struct {
 }
 
 var (
-	_ backend.Backend = (*Backend)(nil)
-	_ backend.Auditor = (*Backend)(nil)
-	_ backend.Slotter = (*Backend)(nil)
+	_ backend.Backend  = (*Backend)(nil)
+	_ backend.Auditor  = (*Backend)(nil)
+	_ backend.Slotter  = (*Backend)(nil)
+	_ backend.Restorer = (*Backend)(nil)
+
+	_ backend.Pauser      = (*instance)(nil)
+	_ backend.Snapshotter = (*instance)(nil)
+	_ backend.Differ      = (*instance)(nil)
 )
 
 // New returns a backend. It starts nothing. With its first use it ends what a
@@ -102,6 +112,7 @@ func New(o Options) (*Backend, error) {
 	}
 	b := &Backend{log: o.Log, opts: o, conf: conf, live: map[string]sandbox.ID{}}
 	b.pool = newPool(o.Log, o.Pool, b.prepare, b.dismiss)
+	b.booted = newPool(o.Log, o.Pool, func(ctx context.Context, k key) (*sentry, error) { return b.lend(ctx, k, b.hold) }, b.dismiss)
 	return b, nil
 }
 
@@ -134,7 +145,7 @@ func (b *Backend) Name() sandbox.Backend { return sandbox.GVisor }
 // one. A slot in cfg, which a Slotter's caller need not give, is taken for a new
 // machine.
 func (b *Backend) Create(ctx context.Context, cfg backend.Config) (_ backend.Instance, err error) {
-	if err := check(cfg); err != nil {
+	if err := errors.Join(check(cfg), b.checkFrom(cfg)); err != nil {
 		return nil, err
 	}
 	b.sweepOnce.Do(b.sweep)
@@ -163,8 +174,13 @@ func (b *Backend) Create(ctx context.Context, cfg backend.Config) (_ backend.Ins
 // running returns a sentry that runs its process 1.
 func (b *Backend) running(ctx context.Context, cfg backend.Config) (*sentry, error) {
 	k := keyOf(cfg)
-	if cfg.Slot.Name != "" {
-		return b.launch(ctx, k, cfg.Slot)
+	switch {
+	case cfg.From != nil && cfg.From.Memory:
+		return b.restored(ctx, k, cfg)
+	case cfg.From != nil:
+		return b.refilled(ctx, k, cfg)
+	case cfg.Slot.Name != "":
+		return b.launch(ctx, k, cfg.Slot, nil)
 	}
 	if s := b.pool.take(k, time.Now()); s != nil {
 		return s, nil
@@ -174,11 +190,18 @@ func (b *Backend) running(ctx context.Context, cfg backend.Config) (*sentry, err
 
 // prepare makes a machine with a slot of its own.
 func (b *Backend) prepare(ctx context.Context, k key) (*sentry, error) {
+	return b.lend(ctx, k, func(ctx context.Context, k key, slot backend.Slot) (*sentry, error) {
+		return b.launch(ctx, k, slot, nil)
+	})
+}
+
+// lend makes a sentry with a slot of its own.
+func (b *Backend) lend(ctx context.Context, k key, launch func(context.Context, key, backend.Slot) (*sentry, error)) (*sentry, error) {
 	slot, err := b.opts.Slots.Lend(ctx)
 	if err != nil {
 		return nil, err
 	}
-	s, err := b.launch(ctx, k, slot)
+	s, err := launch(ctx, k, slot)
 	if err != nil {
 		b.opts.Slots.Release(slot)
 		return nil, err
@@ -209,6 +232,7 @@ func check(cfg backend.Config) error {
 
 // adopt makes a sentry the machine of cfg.
 func (b *Backend) adopt(s *sentry, cfg backend.Config) error {
+	s.Limits, s.Agent = cfg.Limits, cfg.Agent.ID
 	b.know(s.Name, cfg.ID)
 	// For a later run: which sandbox a process or control group is of.
 	if err := os.Symlink(string(cfg.ID), b.record(s.Name)); err != nil {
@@ -255,9 +279,12 @@ func (b *Backend) discard(s *sentry) error {
 
 // Forget ends what is held ready of an image, by its EROFS file, so that the
 // file can go from the disk. Machines go on.
-func (b *Backend) Forget(erofs string) { b.pool.forget(erofs) }
+func (b *Backend) Forget(erofs string) {
+	b.pool.forget(erofs)
+	b.booted.forget(erofs)
+}
 
 // Close ends the machines that are held ready.
 func (b *Backend) Close() error {
-	return errors.Join(b.pool.close(), cgroup.RemoveParent(b.opts.Prefix))
+	return errors.Join(b.pool.close(), b.booted.close(), cgroup.RemoveParent(b.opts.Prefix))
 }

@@ -22,6 +22,10 @@ type instance struct {
 	s    *sentry
 	open *conns
 
+	// still is held while the machine is paused, resumed or written down.
+	still  sync.Mutex
+	paused bool // under still: by Pause
+
 	// ending is held while the machine is removed.
 	ending    sync.Mutex
 	destroyed bool // under ending: nothing is left
@@ -78,7 +82,13 @@ func (b *Backend) Recover(ctx context.Context, h backend.Handle) (backend.Instan
 		return nil, fmt.Errorf("recover gVisor machine %s: %w", d.ID, err)
 	}
 	b.know(d.Sentry.Name, d.ID)
-	return b.newInstance(d.ID, d.Sentry), nil
+	paused, err := d.Sentry.wasPaused(ctx)
+	if err != nil {
+		return nil, fmt.Errorf("recover gVisor machine %s: %w", d.ID, err)
+	}
+	i := b.newInstance(d.ID, d.Sentry)
+	i.paused = paused
+	return i, nil
 }
 
 // Dial connects to a TCP port of the machine. The connection breaks when the

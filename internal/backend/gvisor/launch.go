@@ -35,13 +35,18 @@ func (b *Backend) newName() string {
 
 // launch starts a sentry and its process 1. On an error nothing is left but the
 // slot. The CPU has no limit yet.
-func (b *Backend) launch(ctx context.Context, k key, slot backend.Slot) (*sentry, error) {
-	s, err := b.boot(ctx, k)
+// Its files are those of a snapshot of files, nil for the image's.
+func (b *Backend) launch(ctx context.Context, k key, slot backend.Slot, files *backend.Snapshot) (*sentry, error) {
+	s, err := b.boot(ctx, k, files)
 	if err != nil {
 		return nil, err
 	}
 	s.Slot = slot
-	if err := s.start(ctx, k.pids); err != nil {
+	err = s.start(ctx, k.pids)
+	if err == nil && files != nil {
+		err = s.loaded(ctx)
+	}
+	if err != nil {
 		return nil, errors.Join(err, s.crash(), b.discard(s))
 	}
 	return s, nil
@@ -49,7 +54,7 @@ func (b *Backend) launch(ctx context.Context, k key, slot backend.Slot) (*sentry
 
 // boot starts a sentry: its kernel is up, and its process 1 waits for start. On
 // an error nothing is left.
-func (b *Backend) boot(ctx context.Context, k key) (_ *sentry, err error) {
+func (b *Backend) boot(ctx context.Context, k key, files *backend.Snapshot) (_ *sentry, err error) {
 	if err := ctx.Err(); err != nil {
 		return nil, err
 	}
@@ -70,23 +75,32 @@ func (b *Backend) boot(ctx context.Context, k key) (_ *sentry, err error) {
 	if err := s.group.KillTogether(); err != nil {
 		return nil, err
 	}
-	if err := b.exec(ctx, s, k); err != nil {
+	var open []*os.File // owned by exec
+	if files != nil {
+		if open, err = openSnapshot(*files); err != nil {
+			return nil, err
+		}
+	}
+	if err := b.exec(ctx, s, k, open); err != nil {
 		return nil, err
 	}
 	return s, nil
 }
 
 // exec starts the sentry's process in its control group and waits until its
-// kernel is up.
-func (b *Backend) exec(ctx context.Context, s *sentry, k key) error {
+// kernel is up. It closes files, the layer that the sentry begins with.
+func (b *Backend) exec(ctx context.Context, s *sentry, k key, files []*os.File) error {
 	cmd := exec.Command(b.opts.SentryPath)
+	fds := &descriptors{}
+	defer fds.close()
+	for _, f := range files {
+		fds.add("fs-restore-fds", f, nil)
+	}
 	ready, up, err := os.Pipe()
 	if err != nil {
 		return err
 	}
 	defer ready.Close()
-	fds := &descriptors{}
-	defer fds.close()
 	fds.add("start-sync-fd", up, nil)
 	if err := b.openFiles(s, k, fds); err != nil {
 		return err
@@ -173,7 +187,7 @@ func (b *Backend) arguments(s *sentry, k key, fds *descriptors) []string {
 	args := append([]string{processName}, b.conf.ToFlags()...)
 	args = append(args, fds.flags("panic-log-fd", "debug-log-fd")...)
 	args = append(args, "boot", "--bundle="+s.Dir)
-	args = append(args, fds.flags("start-sync-fd", "io-fds", "gofer-filestore-fds", "spec-fd", "controller-fd", "stdio-fds")...)
+	args = append(args, fds.flags("start-sync-fd", "io-fds", "gofer-filestore-fds", "spec-fd", "controller-fd", "stdio-fds", "fs-restore-fds")...)
 	total := uint64(k.memoryMB) << 20
 	host := total
 	var info unix.Sysinfo_t

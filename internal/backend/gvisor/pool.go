@@ -19,7 +19,7 @@ const (
 )
 
 // pool holds machines of the keys that were used lately ready, an equal share
-// for each. One takes 16 MiB of memory.
+// for each.
 type pool struct {
 	log    *slog.Logger
 	size   int
@@ -54,8 +54,32 @@ func newPool(log *slog.Logger, size int, launch func(context.Context, key) (*sen
 func (p *pool) take(k key, now time.Time) *sentry {
 	p.mu.Lock()
 	defer p.mu.Unlock()
-	if p.size <= 0 || p.closed {
+	if p.closed {
 		return nil
+	}
+	p.note(k, now)
+	for len(p.ready[k]) > 0 {
+		s := p.ready[k][0]
+		p.ready[k] = p.ready[k][1:]
+		if !s.exited() {
+			return s
+		}
+		p.work.Go(func() { p.discard(s) }) // somebody killed it
+	}
+	return nil
+}
+
+// want says that the key is likely to be used soon.
+func (p *pool) want(k key, now time.Time) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	p.note(k, now)
+}
+
+// note has sentries of a key made. p.mu is held.
+func (p *pool) note(k key, now time.Time) {
+	if p.size <= 0 || p.closed {
+		return
 	}
 	if !p.running {
 		p.running = true
@@ -66,15 +90,6 @@ func (p *pool) take(k key, now time.Time) *sentry {
 	case p.poke <- struct{}{}:
 	default:
 	}
-	for len(p.ready[k]) > 0 {
-		s := p.ready[k][0]
-		p.ready[k] = p.ready[k][1:]
-		if !s.exited() {
-			return s
-		}
-		p.work.Go(func() { p.discard(s) }) // somebody killed it
-	}
-	return nil
 }
 
 // run fills the pool after each use until the pool is closed.

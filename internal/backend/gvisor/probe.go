@@ -24,7 +24,7 @@ func (b *Backend) Probe(ctx context.Context) (backend.Features, error) {
 	if err := b.probe(ctx); err != nil {
 		return backend.Features{}, fmt.Errorf("gVisor does not work here: %w", err)
 	}
-	return backend.Features{}, nil
+	return backend.Features{Pause: true, SnapshotMemory: true, SnapshotFiles: true}, nil
 }
 
 // probePrefix begins the name of a probe's directory in StateDir.
@@ -49,7 +49,7 @@ func (b *Backend) probe(ctx context.Context) (err error) {
 	if err != nil {
 		return err
 	}
-	s, err := b.boot(ctx, probeKey(image))
+	s, err := b.boot(ctx, probeKey(image), nil)
 	if err != nil {
 		return err
 	}

@@ -15,6 +15,7 @@ import (
 
 	"github.com/kernflux/opendsec/internal/backend"
 	"github.com/kernflux/opendsec/internal/cgroup"
+	"github.com/kernflux/opendsec/internal/sandbox"
 )
 
 // sentry is a sentry's process and what belongs to it. Its exported fields are
@@ -26,6 +27,12 @@ type sentry struct {
 	PID     int    `json:"pid"`      // 0 before it runs
 	Started string `json:"started"`  // start time of PID, which tells it from a later process of that number
 	UpperFD int    `json:"upper_fd"` // its descriptor of the writable layer
+
+	Limits sandbox.Limits `json:"limits"` // those that it was made for
+	Agent  string         `json:"agent"`  // the agent's ID
+	// Features are those of the CPU that its memory was made on, when that came
+	// from a snapshot; nil for this host's.
+	Features []string `json:"features,omitempty"`
 
 	Slot backend.Slot `json:"slot"` // its network
 	lent bool         // the slot is not a sandbox's yet

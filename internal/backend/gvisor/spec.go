@@ -73,6 +73,9 @@ func (k key) mountConfs() string {
 	return confs.String()
 }
 
+// unmounted is the type of a mount that is none.
+const unmounted = "image"
+
 // spec describes the sandbox to the sentry. The hostname is set later, by the
 // agent, so that a machine can be made before anybody knows it.
 func (k key) spec() *specs.Spec {
@@ -88,7 +91,7 @@ func (k key) spec() *specs.Spec {
 		// The sentry passes over a type that it does not know, and leaves /tmp as
 		// it is. Without this it would put a tmpfs on one that is empty, and what
 		// is written there would count as memory.
-		specs.Mount{Destination: "/tmp", Type: "image", Source: "image"},
+		specs.Mount{Destination: "/tmp", Type: unmounted, Source: unmounted},
 		specs.Mount{Destination: backend.AgentDir, Type: "erofs", Source: k.agent, Options: []string{"ro", "nodev"}},
 	)
 	// Names inside are names outside: the sentry needs a user namespace for its

@@ -1,0 +1,233 @@
+package gvisor
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"os"
+	"path/filepath"
+	"strings"
+
+	"golang.org/x/sys/unix"
+	"gvisor.dev/gvisor/pkg/sentry/control"
+	"gvisor.dev/gvisor/pkg/sentry/state/checkpointfiles"
+	"gvisor.dev/gvisor/pkg/state/statefile"
+	"gvisor.dev/gvisor/pkg/urpc"
+	"gvisor.dev/gvisor/runsc/boot"
+
+	"github.com/kernflux/opendsec/internal/backend"
+	"github.com/kernflux/opendsec/internal/sandbox"
+)
+
+// The files of a snapshot, in the order in which the sentry wants them.
+var (
+	memoryFiles = []string{
+		checkpointfiles.StateFileName,         // the kernel's objects
+		checkpointfiles.PagesMetadataFileName, // where the pages belong
+		checkpointfiles.PagesFileName,         // memory, and the writable layer's data
+	}
+	layerFiles = []string{
+		checkpointfiles.FSCheckpointManifestFileName,
+		checkpointfiles.FSCheckpointMultiTarFileName, // the file tree, with places in the pages for data
+		checkpointfiles.PagesMetadataFileName,
+		checkpointfiles.PagesFileName, // data of files
+	}
+)
+
+// layout is what a Snapshot's Data holds: what its directory has, so that what
+// begins with it finds all of it, and nothing else.
+type layout struct {
+	Files []string `json:"files"`
+}
+
+// open opens a snapshot's files, in the sentry's order.
+func openSnapshot(s backend.Snapshot) ([]*os.File, error) {
+	want := layerFiles
+	if s.Memory {
+		want = memoryFiles
+	}
+	var l layout
+	if err := json.Unmarshal(s.Data, &l); err != nil {
+		return nil, fmt.Errorf("read what the snapshot in %s consists of: %w", s.Dir, err)
+	}
+	if strings.Join(l.Files, "/") != strings.Join(want, "/") {
+		return nil, fmt.Errorf("the snapshot in %s consists of %q; want %q", s.Dir, l.Files, want)
+	}
+	var files []*os.File
+	for _, name := range want {
+		f, err := os.Open(filepath.Join(s.Dir, name))
+		if err != nil {
+			closeAll(files)
+			return nil, fmt.Errorf("open snapshot: %w", err)
+		}
+		files = append(files, f)
+	}
+	return files, nil
+}
+
+func closeAll(files []*os.File) {
+	for _, f := range files {
+		f.Close()
+	}
+}
+
+// Snapshot writes the machine's state down. The sentry does it in one call, at
+// whose end it goes on by itself, whether somebody still listens or not; so a
+// ctx that ends in the middle is obeyed when the call has ended.
+func (i *instance) Snapshot(ctx context.Context, o backend.SnapshotOptions) (_ backend.Snapshot, err error) {
+	i.still.Lock()
+	defer i.still.Unlock()
+	if err := errors.Join(ctx.Err(), i.alive()); err != nil {
+		return backend.Snapshot{}, err
+	}
+	names, save := layerFiles, i.s.saveLayer
+	if o.Memory {
+		names, save = memoryFiles, i.s.saveMemory
+	}
+	files, err := createFiles(o.Dir, names)
+	defer closeAll(files)
+	defer func() {
+		if err != nil {
+			err = fmt.Errorf("write down machine %s: %w", i.id, err)
+			for _, f := range files { // to have the space back soon
+				os.Remove(f.Name())
+			}
+		}
+	}()
+	if err != nil {
+		return backend.Snapshot{}, err
+	}
+	if err := save(files); err != nil {
+		return backend.Snapshot{}, err
+	}
+	if err := ctx.Err(); err != nil {
+		return backend.Snapshot{}, err
+	}
+	return i.describe(o, names, files)
+}
+
+// describe returns what a snapshot in files is.
+func (i *instance) describe(o backend.SnapshotOptions, names []string, files []*os.File) (backend.Snapshot, error) {
+	s := backend.Snapshot{Backend: sandbox.GVisor, Dir: o.Dir, Memory: o.Memory, Limits: i.s.Limits}
+	for _, f := range files {
+		info, err := f.Stat()
+		if err != nil {
+			return backend.Snapshot{}, err
+		}
+		s.Size += info.Size()
+	}
+	data, err := json.Marshal(layout{Files: names})
+	if err != nil {
+		return backend.Snapshot{}, err
+	}
+	s.Data = data
+	if o.Memory {
+		s.Stamp = i.s.stamp()
+		if s.Stamp.Runtime, err = writtenBy(files[0]); err != nil {
+			return backend.Snapshot{}, err
+		}
+	}
+	return s, nil
+}
+
+// writtenBy returns the version of the sentry that wrote a snapshot's first
+// file. It may be another than the one that sentries are started from now.
+func writtenBy(state *os.File) (string, error) {
+	if _, err := state.Seek(0, 0); err != nil {
+		return "", err
+	}
+	meta, err := statefile.MetadataUnsafe(state)
+	if err != nil {
+		return "", fmt.Errorf("read the version of %s: %w", state.Name(), err)
+	}
+	return meta[boot.VersionKey], nil
+}
+
+// createFiles makes new files. It returns those that it made also on an error.
+func createFiles(dir string, names []string) ([]*os.File, error) {
+	var files []*os.File
+	for _, name := range names {
+		f, err := os.OpenFile(filepath.Join(dir, name), os.O_CREATE|os.O_EXCL|os.O_RDWR, 0o600)
+		if err != nil {
+			return files, err
+		}
+		files = append(files, f)
+	}
+	return files, nil
+}
+
+// saveMemory makes the sentry write down all that it has. A machine that ran
+// goes on.
+func (s *sentry) saveMemory(files []*os.File) error {
+	return full(s.call(boot.ContMgrCheckpoint, &control.SaveOpts{
+		// Not compressed, which takes longer than to write.
+		Metadata:      statefile.CompressionLevelNone.ToMetadata(),
+		HavePagesFile: true,
+		Resume:        true,
+		FilePayload:   urpc.FilePayload{Files: files},
+	}, nil))
+}
+
+// saveLayer makes the sentry write down its writable layer. A machine that ran
+// goes on.
+func (s *sentry) saveLayer(files []*os.File) error {
+	return full(s.call(boot.ContMgrFSSave, &boot.FSSaveArgs{FilePayload: urpc.FilePayload{Files: files}}, nil))
+}
+
+// full makes an error of the sentry's, which is text only, say that the disk is
+// full.
+func full(err error) error {
+	for _, code := range []unix.Errno{unix.ENOSPC, unix.EDQUOT} {
+		if err != nil && !errors.Is(err, code) && strings.Contains(err.Error(), code.Error()) {
+			return fmt.Errorf("%w (%w)", err, unix.ENOSPC)
+		}
+	}
+	return err
+}
+
+// scratch makes files without a name for what lasts as long as a call.
+func (s *sentry) scratch(n int) ([]*os.File, error) {
+	var files []*os.File
+	for range n {
+		f, err := os.OpenFile(s.Dir, os.O_RDWR|unix.O_TMPFILE, 0o600)
+		if err != nil {
+			closeAll(files)
+			return nil, err
+		}
+		files = append(files, f)
+	}
+	return files, nil
+}
+
+// Diff writes the machine's changed files to w. It stands still while they are
+// copied to files of the state file system, not for the making of the tar.
+func (i *instance) Diff(ctx context.Context, w *os.File) error {
+	files, err := i.layer(ctx)
+	if err != nil {
+		return fmt.Errorf("read the changed files of machine %s: %w", i.id, err)
+	}
+	defer closeAll(files)
+	if err := writeLayer(ctx, i.b.log, w, files); err != nil {
+		return fmt.Errorf("read the changed files of machine %s: %w", i.id, full(err))
+	}
+	return nil
+}
+
+// layer returns the writable layer in files without a name.
+func (i *instance) layer(ctx context.Context) ([]*os.File, error) {
+	i.still.Lock()
+	defer i.still.Unlock()
+	if err := errors.Join(ctx.Err(), i.alive()); err != nil {
+		return nil, err
+	}
+	files, err := i.s.scratch(len(layerFiles))
+	if err != nil {
+		return nil, err
+	}
+	if err := i.s.saveLayer(files); err != nil {
+		closeAll(files)
+		return nil, err
+	}
+	return files, nil
+}
