@@ -13,6 +13,7 @@ import (
 type gatherer struct {
 	http.ResponseWriter
 	flusher http.Flusher
+	call    context.Context // without what the protocol adds to it, such as a deadline
 	hold    bool
 	buf     []byte // written and not passed on yet
 }
@@ -32,9 +33,20 @@ func gathered(h http.Handler, w http.ResponseWriter, r *http.Request) {
 		return
 	}
 	g := &gatherer{ResponseWriter: w, flusher: flusher}
-	h.ServeHTTP(g, r.WithContext(context.WithValue(r.Context(), gathererKey{}, g)))
+	g.call = context.WithValue(r.Context(), gathererKey{}, g)
+	h.ServeHTTP(g, r.WithContext(g.call))
 	_ = g.pass() // the caller is gone if it fails; the server sends the rest
 	g.release()
+}
+
+// withoutDeadline returns a call's context without the deadline that its
+// headers give. By the machine's clocks that passes while the machine stands
+// still; a command's is measured otherwise, in proc.
+func withoutDeadline(ctx context.Context) context.Context {
+	if g, ok := ctx.Value(gathererKey{}).(*gatherer); ok {
+		return g.call
+	}
+	return ctx
 }
 
 // gather holds back what is written to the call's response from now on.

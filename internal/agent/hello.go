@@ -2,13 +2,11 @@ package agent
 
 import (
 	"context"
-	"crypto/sha256"
 	"errors"
 	"fmt"
 	"math"
 	"net/http"
 	"syscall"
-	"time"
 
 	"connectrpc.com/connect"
 	"google.golang.org/protobuf/types/known/durationpb"
@@ -25,8 +23,8 @@ type agentService struct{ s *Server }
 var _ agentv1connect.AgentHandler = (*agentService)(nil)
 
 // Hello takes on an identity.
-func (a *agentService) Hello(_ context.Context, req *connect.Request[agentv1.HelloRequest]) (*connect.Response[agentv1.HelloResponse], error) {
-	if err := a.s.become(req.Header(), req.Msg); err != nil {
+func (a *agentService) Hello(ctx context.Context, req *connect.Request[agentv1.HelloRequest]) (*connect.Response[agentv1.HelloResponse], error) {
+	if err := a.s.become(ctx, req.Header(), req.Msg); err != nil {
 		return nil, err
 	}
 	return connect.NewResponse(&agentv1.HelloResponse{
@@ -34,24 +32,20 @@ func (a *agentService) Hello(_ context.Context, req *connect.Request[agentv1.Hel
 	}), nil
 }
 
-// become takes on an identity, if the call may give one. Other calls see the
-// old one until the machine has all of the new one.
-func (s *Server) become(h http.Header, msg *agentv1.HelloRequest) error {
+// become takes on an identity, if the call may give one: who shows the present
+// token, or gives it again, as one does who did not hear the answer. Other
+// calls see the old identity until the machine has all of the new one.
+func (s *Server) become(call context.Context, h http.Header, msg *agentv1.HelloRequest) error {
 	s.hello.Lock()
 	defer s.hello.Unlock()
-	if old := s.identity.Load(); old != nil && !old.admits(h) {
+	old := s.identity.Load()
+	if old != nil && !old.admits(h) && !old.knows(msg.GetToken()) {
 		return connect.NewError(connect.CodeUnauthenticated, errors.New("the sandbox has an identity; a new one needs its present token"))
 	}
 	if msg.GetToken() == "" {
 		return connect.NewError(connect.CodeInvalidArgument, errors.New("token: must not be empty"))
 	}
-	id := &identity{
-		token: sha256.Sum256([]byte(msg.GetToken())), env: msg.GetEnv(),
-		user: msg.GetDefaultUser(), workdir: msg.GetDefaultWorkdir(),
-	}
-	if id.env == nil {
-		id.env = map[string]string{}
-	}
+	id := old.next(msg)
 	u, err := s.accounts.Load().Find(id.user)
 	if err != nil {
 		return connect.NewError(connect.CodeInvalidArgument, fmt.Errorf("default_user: %w", err))
@@ -64,20 +58,44 @@ func (s *Server) become(h http.Header, msg *agentv1.HelloRequest) error {
 	}
 	if s.cfg.Machine {
 		m := machine{log: s.cfg.Log}
-		m.settle(msg.GetHostname(), u, id.workdir)
 		m.setClock(msg.GetNow())
 		m.stir(msg.GetEntropy())
+		m.settle(msg, u, id.workdir)
 	}
 	s.identity.Store(id)
+	if old != nil {
+		s.leave(call, old, id)
+	}
 	return nil
+}
+
+// leave ends what belonged to the machine's last life: calls whose token does
+// not count any more, and after a standstill all connections but the call's
+// own. A machine that stood still without being restored has no others, as its
+// callers come by one. What callers of the same machine followed keeps their
+// places; those of a machine that this one was copied of never come.
+func (s *Server) leave(call context.Context, old, id *identity) {
+	forked, resumed := id.token != old.token, id.generation != old.generation
+	if resumed {
+		s.table.Resumed()
+	}
+	if forked {
+		old.revoke()
+	}
+	if forked || resumed {
+		s.conns.cut(call)
+	}
+	if forked {
+		s.table.Forget()
+	}
 }
 
 // Activity says what runs.
 func (a *agentService) Activity(context.Context, *connect.Request[agentv1.ActivityRequest]) (*connect.Response[agentv1.ActivityResponse], error) {
-	running, last := a.s.table.Activity()
+	running, since, any := a.s.table.Activity()
 	out := &agentv1.ActivityResponse{RunningCommands: uint32(running)}
-	if !last.IsZero() {
-		out.SinceLastEnd = durationpb.New(time.Since(last))
+	if any {
+		out.SinceLastEnd = durationpb.New(since)
 	}
 	return connect.NewResponse(out), nil
 }
@@ -115,7 +133,10 @@ func (a *agentService) Attach(ctx context.Context, req *connect.Request[agentv1.
 		return err
 	}
 	sub := p.Subscribe([2]int64{position(msg.GetStdoutOffset()), position(msg.GetStderrOffset())})
-	defer sub.Close()
+	defer unfollow(ctx, sub)
+	if !msg.GetNoFollow() {
+		sub.Follow()
+	}
 	held := sub.Held()
 	err = stream.Send(&agentv1.AttachResponse{Event: &agentv1.AttachResponse_Started_{Started: &agentv1.AttachResponse_Started{
 		Pid: uint32(p.PID), StdoutFrom: uint64(held[proc.Stdout]), StderrFrom: uint64(held[proc.Stderr])}}})

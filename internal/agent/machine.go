@@ -1,6 +1,8 @@
 package agent
 
 import (
+	"crypto/sha256"
+	"encoding/hex"
 	"errors"
 	"io/fs"
 	"log/slog"
@@ -13,6 +15,7 @@ import (
 	"golang.org/x/sys/unix"
 	"google.golang.org/protobuf/types/known/timestamppb"
 
+	agentv1 "github.com/kernflux/opendsec/api/gen/agent/v1"
 	"github.com/kernflux/opendsec/internal/agent/account"
 )
 
@@ -28,11 +31,14 @@ func (m machine) try(what string, err error) {
 	}
 }
 
-// settle sets the host name and makes the directories that every program
-// expects.
-func (m machine) settle(hostname string, u account.User, workdir string) {
-	if hostname != "" {
-		m.setHostname(hostname)
+// settle gives the machine its names, makes the directories that every
+// program expects, and then tells the programs in it of its new life.
+func (m machine) settle(msg *agentv1.HelloRequest, u account.User, workdir string) {
+	if msg.GetHostname() != "" {
+		m.setHostname(msg.GetHostname())
+	}
+	if msg.GetSandboxId() != "" {
+		m.setMachineID(machineID(msg.GetSandboxId()))
 	}
 	if !exists("/tmp") {
 		m.try("make /tmp", errors.Join(os.Mkdir("/tmp", 0o777), os.Chmod("/tmp", 0o777|fs.ModeSticky)))
@@ -42,59 +48,120 @@ func (m machine) settle(hostname string, u account.User, workdir string) {
 			m.try("make "+dir, makeDirs(dir, u))
 		}
 	}
+	if msg.GetGeneration() != "" {
+		m.put(generationFile, msg.GetGeneration()+"\n", 0o644)
+	}
 }
+
+// generationFile holds the name of the machine's present life. It is replaced
+// as a whole, last of all, so who sees a new one finds all else new.
+const generationFile = "/run/opendsec/generation"
 
 func (m machine) setHostname(name string) {
 	old, err := os.Hostname()
 	if err != nil || old != name {
 		m.try("set the host name", syscall.Sethostname([]byte(name)))
 	}
-	if !exists("/etc") {
-		m.try("make /etc", os.Mkdir("/etc", 0o755))
-	}
-	m.try("write /etc/hostname", writeIfDifferent("/etc/hostname", name+"\n"))
+	m.put("/etc/hostname", name+"\n", 0o644)
 	hosts, err := os.ReadFile("/etc/hosts")
 	if err != nil && !errors.Is(err, fs.ErrNotExist) {
 		m.try("read /etc/hosts", err)
 		return
 	}
-	m.try("write /etc/hosts", writeIfDifferent("/etc/hosts", hostsWith(string(hosts), name)))
+	m.put("/etc/hosts", hostsWith(string(hosts), name), 0o644)
+}
+
+// machineID returns the machine id of a sandbox, as machine-id(5) wants it:
+// always the same, and another one for each.
+func machineID(sandboxID string) string {
+	sum := sha256.Sum256([]byte("opendsec machine id of " + sandboxID))
+	return hex.EncodeToString(sum[:16])
+}
+
+func (m machine) setMachineID(id string) {
+	m.put("/etc/machine-id", id+"\n", 0o444)
+	const dbus = "/var/lib/dbus/machine-id" // mostly a link to the other
+	if info, err := os.Lstat(dbus); err == nil && info.Mode().IsRegular() {
+		m.put(dbus, id+"\n", 0o444)
+	}
+}
+
+// put makes a file have the content, unless it has it already. Readers see
+// the old one or the new one. A new file gets the mode; its directory is made.
+func (m machine) put(file, content string, mode fs.FileMode) {
+	m.try("write "+file, put(file, content, mode))
+}
+
+func put(file, content string, mode fs.FileMode) error {
+	if have, err := os.ReadFile(file); err == nil && string(have) == content {
+		return nil
+	}
+	info, err := os.Lstat(file)
+	switch {
+	case err == nil && info.Mode().IsRegular():
+		mode = info.Mode().Perm()
+	case err == nil: // a link, which stays
+		return os.WriteFile(file, []byte(content), mode)
+	case errors.Is(err, fs.ErrNotExist):
+		if err := os.MkdirAll(path.Dir(file), 0o755); err != nil {
+			return err
+		}
+	default:
+		return err
+	}
+	temp, err := os.CreateTemp(path.Dir(file), ".opendsec-*")
+	if err != nil {
+		return err
+	}
+	_, err = temp.WriteString(content)
+	if info != nil {
+		st := info.Sys().(*syscall.Stat_t) // what os.Lstat gives here
+		err = errors.Join(err, temp.Chown(int(st.Uid), int(st.Gid)))
+	}
+	err = errors.Join(err, temp.Chmod(mode), temp.Close())
+	if err == nil {
+		err = os.Rename(temp.Name(), file)
+	}
+	if err != nil {
+		os.Remove(temp.Name())
+	}
+	return err
 }
 
 // ownAddress is where the machine's own name leads in /etc/hosts. No other
 // line uses it, so an earlier name of ours can be told and replaced.
 const ownAddress = "127.0.1.1"
 
-// hostsWith returns the content of /etc/hosts with the machine's name in it,
-// unchanged if it names it already.
+// hostsWith returns the content of /etc/hosts with the machine's name in it
+// and no earlier one of ours. A line that the image or somebody inside gave the
+// name stays, and is enough.
 func hostsWith(hosts, name string) string {
 	var keep []string
-	localhost := false
+	localhost, named := false, false
 	for line := range strings.Lines(hosts) {
 		plain, _, _ := strings.Cut(line, "#")
 		fields := strings.Fields(plain)
-		for i, f := range fields {
-			if i > 0 && f == name {
-				return hosts
-			}
-			localhost = localhost || i > 0 && f == "localhost"
-		}
 		if len(fields) > 0 && fields[0] == ownAddress {
 			continue
 		}
-		keep = append(keep, strings.TrimRight(line, "\n")+"\n")
+		for i, f := range fields {
+			named = named || i > 0 && f == name
+			localhost = localhost || i > 0 && f == "localhost"
+		}
+		keep = append(keep, line)
 	}
+	var ours string
 	if !localhost {
-		keep = append(keep, "127.0.0.1\tlocalhost\n", "::1\tlocalhost ip6-localhost ip6-loopback\n")
+		ours = "127.0.0.1\tlocalhost\n::1\tlocalhost ip6-localhost ip6-loopback\n"
 	}
-	return strings.Join(keep, "") + ownAddress + "\t" + name + "\n"
-}
-
-func writeIfDifferent(file, content string) error {
-	if have, err := os.ReadFile(file); err == nil && string(have) == content {
-		return nil
+	if !named {
+		ours += ownAddress + "\t" + name + "\n"
 	}
-	return os.WriteFile(file, []byte(content), 0o644)
+	kept := strings.Join(keep, "")
+	if ours != "" && kept != "" && !strings.HasSuffix(kept, "\n") {
+		kept += "\n"
+	}
+	return kept + ours
 }
 
 // makeDirs makes a directory with its parents; what is new belongs to the user.

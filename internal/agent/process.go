@@ -53,11 +53,12 @@ func (ps *processService) Start(ctx context.Context, req *connect.Request[proces
 	if err != nil {
 		return err
 	}
-	defer sub.Close()
+	call := withoutDeadline(ctx)
+	defer unfollow(call, sub)
 	f := follower{p: p, sub: sub, keepalive: keepalive(req.Header()), start: true, send: func(e *process.ProcessEvent) error {
 		return stream.Send(&process.StartResponse{Event: e})
 	}}
-	return f.follow(ctx)
+	return f.follow(call)
 }
 
 // Connect streams what a running process does from now on.
@@ -66,15 +67,25 @@ func (ps *processService) Connect(ctx context.Context, req *connect.Request[proc
 	if err != nil {
 		return err
 	}
-	if end, ended := p.End(); ended && time.Since(end.At) > connectFor {
+	if p.SinceEnd() > connectFor {
 		return notFound(req.Msg.GetProcess())
 	}
 	sub := p.Subscribe([2]int64{proc.Live, proc.Live})
-	defer sub.Close()
+	defer unfollow(ctx, sub)
+	sub.Follow()
 	f := follower{p: p, sub: sub, keepalive: keepalive(req.Header()), send: func(e *process.ProcessEvent) error {
 		return stream.Send(&process.ConnectResponse{Event: e})
 	}}
 	return f.follow(ctx)
+}
+
+// unfollow ends a subscription. When its caller was cut off, its place is kept.
+func unfollow(call context.Context, sub *proc.Subscription) {
+	if comesBack(call) {
+		sub.Leave()
+		return
+	}
+	sub.Close()
 }
 
 // keepalive reads after how much silence a caller wants a sign of life.
@@ -103,7 +114,6 @@ func (f *follower) follow(ctx context.Context) error {
 	}
 	var buf []byte
 	var timer *time.Timer
-	gone := ctx.Done()
 	for {
 		chunk, ok, ended := f.sub.Next(&buf)
 		switch {
@@ -129,12 +139,8 @@ func (f *follower) follow(ctx context.Context) error {
 			if err := f.send(&process.ProcessEvent{Event: &process.ProcessEvent_Keepalive{Keepalive: &process.ProcessEvent_KeepAlive{}}}); err != nil {
 				return err
 			}
-		case <-gone:
-			if !f.start || !errors.Is(ctx.Err(), context.DeadlineExceeded) {
-				return ctx.Err() // the process goes on
-			}
-			f.p.Expire()
-			gone = nil // its end comes at once, with the output so far before it
+		case <-ctx.Done():
+			return ctx.Err() // the process goes on
 		}
 	}
 }

@@ -10,8 +10,6 @@ package agent
 
 import (
 	"context"
-	"crypto/sha256"
-	"crypto/subtle"
 	"encoding/json"
 	"errors"
 	"io"
@@ -64,6 +62,7 @@ type Server struct {
 
 	identity atomic.Pointer[identity]
 	hello    sync.Mutex // held while an identity is being taken on
+	conns    *conns
 
 	process    http.Handler
 	filesystem http.Handler
@@ -90,8 +89,9 @@ func New(cfg Config, now time.Time) *Server {
 // Run serves on the listener until ctx ends, then ends all commands and
 // returns when they are gone.
 func (s *Server) Run(ctx context.Context, l net.Listener) error {
+	s.conns = listenThrough(l)
 	server := &http.Server{
-		Handler: s, Protocols: new(http.Protocols), ReadHeaderTimeout: 30 * time.Second,
+		Handler: s, ConnContext: withConn, Protocols: new(http.Protocols), ReadHeaderTimeout: 30 * time.Second,
 		ErrorLog: slog.NewLogLogger(s.cfg.Log.Handler(), slog.LevelWarn),
 		HTTP2: &http.HTTP2Config{
 			MaxConcurrentStreams: maxStreams, MaxReadFrameSize: 256 << 10,
@@ -106,7 +106,7 @@ func (s *Server) Run(ctx context.Context, l net.Listener) error {
 	defer cancel()
 	served := make(chan error, 1)
 	go func() {
-		served <- server.Serve(l)
+		served <- server.Serve(s.conns)
 		cancel()
 	}()
 	err := s.table.Run(ctx, grace)
@@ -139,6 +139,8 @@ func (s *Server) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 		httpError(w, http.StatusUnauthorized, "unauthorized access, please provide a valid access token or method signing if supported")
 		return
 	}
+	r, done := id.bind(w, r)
+	defer done()
 	switch {
 	case strings.HasPrefix(path, "/process.Process/"):
 		s.serveProcess(w, r)
@@ -219,17 +221,4 @@ func httpJSON(w http.ResponseWriter, v any) {
 	}
 	w.Header().Set("Content-Type", "application/json; charset=utf-8")
 	_, _ = w.Write(body)
-}
-
-// identity is what the last Hello said. It does not change.
-type identity struct {
-	token   [sha256.Size]byte // of the token, so that comparing takes the same time
-	env     map[string]string
-	user    string
-	workdir string
-}
-
-func (id *identity) admits(h http.Header) bool {
-	sum := sha256.Sum256([]byte(h.Get("X-Access-Token")))
-	return subtle.ConstantTimeCompare(sum[:], id.token[:]) == 1
 }

@@ -32,6 +32,11 @@ const TokenHeader = "X-Access-Token"
 // UserHeader names the user of a call; absent means the sandbox's default.
 const UserHeader = "Opendsec-User"
 
+// receiveBuffer is how many bytes of an answer may be on their way. When a
+// machine stands still and its connections break, so much may be lost, which
+// the agent still holds: proc.Subscription.Leave counts on this bound.
+const receiveBuffer = 512 << 10
+
 // baseURL is only a form: every connection goes through the dial function.
 const baseURL = "http://agent"
 
@@ -63,7 +68,7 @@ func New(dial func(ctx context.Context) (net.Conn, error), token string) *Client
 		DialContext:        func(ctx context.Context, _, _ string) (net.Conn, error) { return c.connect(ctx) },
 		Protocols:          new(http.Protocols),
 		DisableCompression: true,
-		HTTP2:              &http.HTTP2Config{MaxReadFrameSize: 256 << 10, MaxReceiveBufferPerStream: 1 << 20},
+		HTTP2:              &http.HTTP2Config{MaxReadFrameSize: 256 << 10, MaxReceiveBufferPerStream: receiveBuffer},
 	}
 	c.transport.Protocols.SetUnencryptedHTTP2(true)
 	c.http = &http.Client{Transport: c.Transport()}
@@ -178,6 +183,9 @@ type Identity struct {
 	Workdir   string            // of processes that name none; "" for the user's home
 	Now       time.Time         // zero leaves the clock alone
 	Entropy   []byte            // stirred into the kernel's random numbers
+	// Generation names this life of the machine; another one says that it stood
+	// still or is a copy, and breaks all connections but the client's. "" keeps it.
+	Generation string
 }
 
 // Info describes an agent.
@@ -188,14 +196,15 @@ type Info struct {
 
 // Hello gives the machine its identity: the first call sets its token, a
 // later one must come from a client that shows the present one. From then on
-// the client shows the identity's.
+// the client shows the identity's, and another token counts no more. It may be
+// repeated, also when its answer did not arrive.
 func (c *Client) Hello(ctx context.Context, id Identity) (Info, error) {
 	if id.Token == "" {
 		id.Token = *c.token.Load()
 	}
 	req := &agentv1.HelloRequest{
 		Token: id.Token, SandboxId: string(id.SandboxID), Hostname: id.Hostname, Env: id.Env,
-		DefaultUser: id.User, DefaultWorkdir: id.Workdir, Entropy: id.Entropy,
+		DefaultUser: id.User, DefaultWorkdir: id.Workdir, Entropy: id.Entropy, Generation: id.Generation,
 	}
 	if !id.Now.IsZero() {
 		req.Now = timestamppb.New(id.Now)

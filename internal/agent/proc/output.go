@@ -6,6 +6,7 @@ import (
 	"slices"
 	"sync"
 	"syscall"
+	"time"
 )
 
 // chunk is the largest piece of output that is read or handed out at once.
@@ -95,6 +96,9 @@ func (p *Process) waitForRoom(s Stream) {
 func (p *Process) behindLocked(s Stream) int64 {
 	var most int64
 	for _, sub := range p.subs {
+		if sub.left != nil && p.cut {
+			continue // what is in the pipes still fits beside what it has not seen
+		}
 		most = max(most, p.out[s].head-sub.pos[s])
 	}
 	return most
@@ -111,7 +115,11 @@ type Subscription struct {
 	pos   [2]int64 // next position wanted; guarded by p.mu
 	wake  chan struct{}
 	first Stream // looked at first, so that no stream starves the other
+	left  *alarm // set by Leave; guarded by p.mu
 }
+
+// leaveFor is how long a place is kept, by the table's clock.
+const leaveFor = 30 * time.Second
 
 // Subscribe follows the process from the given position of each stream: a
 // count of bytes from its start, or Live. What is not held any more is passed
@@ -184,11 +192,42 @@ func (s *Subscription) Next(buf *[]byte) (c Chunk, ok, ended bool) {
 	return Chunk{}, false, p.ended
 }
 
-// Close ends the subscription; the process does not wait for it any more.
+// Leave ends the subscription and keeps its place for half a minute: the
+// process waits for it as before, so that who followed it can come back by
+// Follow and has missed nothing. With what is held, that covers 768 KiB which
+// were taken from Next and did not arrive.
+func (s *Subscription) Leave() {
+	s.p.mu.Lock()
+	defer s.p.mu.Unlock()
+	s.left = s.p.table.clock.after(leaveFor, commandGrain, s.Close)
+}
+
+// Follow gives up the places that were kept by Leave: the subscription is of
+// those who come back to them.
+func (s *Subscription) Follow() { s.p.forget() }
+
+// forget gives up all places that are kept.
+func (p *Process) forget() {
+	p.mu.Lock()
+	var left []*Subscription
+	for _, s := range p.subs {
+		if s.left != nil {
+			left = append(left, s)
+		}
+	}
+	p.mu.Unlock()
+	for _, s := range left {
+		s.Close()
+	}
+}
+
+// Close ends the subscription; the process does not wait for it any more. It
+// may be repeated.
 func (s *Subscription) Close() {
 	p := s.p
 	p.mu.Lock()
 	p.subs = slices.DeleteFunc(p.subs, func(o *Subscription) bool { return o == s })
+	p.table.clock.cancel(s.left)
 	p.room.Broadcast()
 	ended := p.ended
 	p.mu.Unlock()

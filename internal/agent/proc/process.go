@@ -32,7 +32,6 @@ type End struct {
 	Code     int            // exit code, -1 when a signal ended it
 	Signal   syscall.Signal // 0 for none
 	TimedOut bool           // its deadline ended it
-	At       time.Time
 }
 
 // Errors of a process.
@@ -51,8 +50,7 @@ type Process struct {
 	Request Request
 
 	table *Table
-	seq   uint64 // order of start
-	timer *time.Timer
+	seq   uint64        // order of start
 	done  chan struct{} // closed at the end
 	gone  chan struct{} // closed when the process itself was reaped
 
@@ -67,6 +65,8 @@ type Process struct {
 	settled  bool // reaped, and all output is in the rings
 	ended    bool // settled, and the table knows
 	end      End
+	endedAt  time.Duration // when it was reaped, by the table's clock
+	deadline *alarm        // nil for none
 	subs     []*Subscription
 	room     sync.Cond // a subscriber moved on or left
 	stdinEnd bool      // closed by the caller
@@ -123,6 +123,7 @@ func (p *Process) signalLocked(sig syscall.Signal, group bool) error {
 // process itself.
 func (p *Process) cutLocked() {
 	p.cut = true
+	p.room.Broadcast()
 	if !p.reaped {
 		return
 	}
@@ -222,11 +223,22 @@ func (p *Process) CloseStdin(ctx context.Context) error {
 	return nil
 }
 
-// wasReaped records how the process itself ended.
-func (p *Process) wasReaped(ws syscall.WaitStatus, now time.Time) {
+// SinceEnd returns for how long the machine ran since the process ended; 0
+// while it runs.
+func (p *Process) SinceEnd() time.Duration {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	if !p.ended {
+		return 0
+	}
+	return p.table.clock.now() - p.endedAt
+}
+
+// wasReaped records how the process itself ended; now is the table's clock.
+func (p *Process) wasReaped(ws syscall.WaitStatus, now time.Duration) {
 	p.mu.Lock()
 	p.reaped = true
-	p.end.At, p.end.Code = now, ws.ExitStatus() // -1 after a signal
+	p.endedAt, p.end.Code = now, ws.ExitStatus() // -1 after a signal
 	if ws.Signaled() {
 		p.end.Signal = ws.Signal()
 	}
@@ -252,9 +264,7 @@ func (p *Process) settle() {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	p.ended = true
-	if p.timer != nil {
-		p.timer.Stop()
-	}
+	p.table.clock.cancel(p.deadline)
 	if p.stdin != nil {
 		p.stdin.Close()
 	}
@@ -264,11 +274,11 @@ func (p *Process) settle() {
 	close(p.done)
 }
 
-// endedAt returns when the process was reaped.
-func (p *Process) endedAt() time.Time {
+// reapedAt returns when the process was reaped, by the table's clock.
+func (p *Process) reapedAt() time.Duration {
 	p.mu.Lock()
 	defer p.mu.Unlock()
-	return p.end.At
+	return p.endedAt
 }
 
 // holds returns how much memory the output takes. With drop it gives that

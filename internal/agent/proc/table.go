@@ -7,6 +7,7 @@ package proc
 import (
 	"context"
 	"errors"
+	"maps"
 	"os"
 	"os/signal"
 	"slices"
@@ -27,6 +28,8 @@ var ErrNotFound = errors.New("process not found")
 
 // Table holds the processes. Its methods may be called side by side.
 type Table struct {
+	clock *clock
+
 	// forking is held for reading from the birth of a process until it is in
 	// the table, so that the reaper can wait for it.
 	forking sync.RWMutex
@@ -37,13 +40,15 @@ type Table struct {
 	running map[uint64]*Process
 	ended   []*Process // in the order of their ends
 	held    int        // bytes of output that the ended ones hold
-	lastEnd time.Time
+	keep    *alarm     // for the oldest of the ended ones
+	lastEnd time.Duration
+	anyEnd  bool
 	null    int // descriptor of /dev/null, 0 until it is first needed
 }
 
 // New returns an empty table. Run has to be running before a process is started.
 func New() *Table {
-	return &Table{byPID: map[int]*Process{}, running: map[uint64]*Process{}}
+	return &Table{clock: newClock(time.Now()), byPID: map[int]*Process{}, running: map[uint64]*Process{}}
 }
 
 // Spec is a process to start.
@@ -55,7 +60,7 @@ type Spec struct {
 	Dir     string
 	User    *syscall.Credential // nil keeps our own
 	Stdin   bool                // whether it gets a pipe instead of /dev/null
-	Timeout time.Duration       // after which its group is killed; 0 means never
+	Timeout time.Duration       // of running time, after which its group is killed; 0 means never
 }
 
 // Start starts a process in a session of its own, and returns it with a
@@ -101,7 +106,7 @@ func (t *Table) add(p *Process, timeout time.Duration) {
 	t.byPID[p.PID], t.running[p.seq] = p, p
 	if timeout > 0 {
 		p.mu.Lock()
-		p.timer = time.AfterFunc(timeout, p.Expire)
+		p.deadline = t.clock.after(timeout, commandGrain, p.Expire)
 		p.mu.Unlock()
 	}
 }
@@ -233,12 +238,27 @@ func (t *Table) Running() []*Process {
 	return list
 }
 
-// Activity returns how many processes run and when the last one ended; zero
-// when none ever did.
-func (t *Table) Activity() (running int, lastEnd time.Time) {
+// Activity returns how many processes run, and for how long the machine ran
+// since the last one ended; false when none ever did.
+func (t *Table) Activity() (running int, sinceEnd time.Duration, anyEnd bool) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
-	return len(t.running), t.lastEnd
+	return len(t.running), t.clock.now() - t.lastEnd, t.anyEnd
+}
+
+// Resumed says that the machine stood still until a moment ago, which the
+// table finds out by itself too, but later and less exactly.
+func (t *Table) Resumed() { t.clock.resumed(time.Now()) }
+
+// Forget gives up the places that were kept by Subscription.Leave: nobody
+// will come back to them.
+func (t *Table) Forget() {
+	t.mu.Lock()
+	all := append(slices.Collect(maps.Values(t.running)), t.ended...)
+	t.mu.Unlock()
+	for _, p := range all {
+		p.forget()
+	}
 }
 
 // retire moves a process that is about to end to the kept ones.
@@ -248,7 +268,7 @@ func (t *Table) retire(p *Process) {
 	delete(t.running, p.seq)
 	t.ended = append(t.ended, p)
 	t.held += p.holds(false)
-	t.lastEnd = time.Now()
+	t.lastEnd, t.anyEnd = t.clock.now(), true
 	t.trimLocked(t.lastEnd)
 }
 
@@ -256,11 +276,12 @@ func (t *Table) retire(p *Process) {
 func (t *Table) trim() {
 	t.mu.Lock()
 	defer t.mu.Unlock()
-	t.trimLocked(time.Now())
+	t.trimLocked(t.clock.now())
 }
 
-func (t *Table) trimLocked(now time.Time) {
-	for len(t.ended) > 0 && (len(t.ended) > keepCount || now.Sub(t.ended[0].endedAt()) > keepTime) {
+// trimLocked drops what is beyond the bounds; now is the table's clock.
+func (t *Table) trimLocked(now time.Duration) {
+	for len(t.ended) > 0 && (len(t.ended) > keepCount || now-t.ended[0].reapedAt() >= keepTime) {
 		old := t.ended[0]
 		t.ended[0] = nil
 		t.ended = t.ended[1:]
@@ -268,6 +289,9 @@ func (t *Table) trimLocked(now time.Time) {
 		if t.byPID[old.PID] == old {
 			delete(t.byPID, old.PID)
 		}
+	}
+	if len(t.ended) > 0 && t.keep == nil {
+		t.keep = t.clock.after(t.ended[0].reapedAt()+keepTime-now, keepGrain, t.keptEnough)
 	}
 	for _, p := range t.ended {
 		if t.held <= keepBytes {
@@ -277,12 +301,21 @@ func (t *Table) trimLocked(now time.Time) {
 	}
 }
 
+// keptEnough drops what was kept for its time.
+func (t *Table) keptEnough() {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	t.keep = nil
+	t.trimLocked(t.clock.now())
+}
+
 // Run reaps children until ctx ends; then it ends all processes, first
 // politely for the given grace, and returns when they are gone.
 func (t *Table) Run(ctx context.Context, grace time.Duration) error {
 	exits := make(chan os.Signal, 1)
 	signal.Notify(exits, syscall.SIGCHLD)
 	defer signal.Stop(exits)
+	defer t.clock.close()
 	for t.reap(); ctx.Err() == nil; t.reap() {
 		select {
 		case <-exits:
@@ -321,7 +354,7 @@ func (t *Table) reap() bool {
 }
 
 func (t *Table) exited(pid int, ws syscall.WaitStatus) {
-	now := time.Now()
+	now := t.clock.now()
 	p := t.unreaped(pid)
 	if p == nil {
 		t.forking.Lock()
