@@ -75,6 +75,55 @@ var tests = []struct {
 	{"Cycles", false, testCycles},
 }
 
+// stateTests are the part of the suite for what a backend's Features say.
+var stateTests = []struct {
+	name  string
+	real  bool // does not apply to a backend that runs nothing
+	needs func(backend.Features) bool
+	run   func(*env)
+}{
+	{"Features", false, always, testFeatures},
+	{"Pause", false, pauses, testPause},
+	{"PauseAtOnce", false, pauses, testPauseAtOnce},
+	{"PauseRecover", false, pauses, testPauseRecover},
+	{"PauseKilled", false, pauses, testPauseKilled},
+	{"PauseDestroy", false, pauses, testPauseDestroy},
+	{"PauseGone", false, pauses, testPauseGone},
+	{"Snapshot", false, snapshots, testSnapshot},
+	{"SnapshotPaused", false, snapshotsPaused, testSnapshotPaused},
+	{"SnapshotSideBySide", false, snapshots, testSnapshotSideBySide},
+	{"SnapshotFullDisk", false, snapshots, testSnapshotFullDisk},
+	{"SnapshotCancelled", false, snapshots, testSnapshotCancelled},
+	{"SnapshotKilled", false, snapshots, testSnapshotKilled},
+	{"SnapshotKilledPaused", false, snapshotsPaused, testSnapshotKilledPaused},
+	{"SnapshotGone", false, snapshots, testSnapshotGone},
+	{"Restore", false, snapshots, testRestore},
+	{"RestoreMemory", true, snapshotsMemory, testRestoreMemory},
+	{"RestoreIdentity", false, snapshotsMemory, testRestoreIdentity},
+	{"RestoreClock", true, snapshotsMemory, testRestoreClock},
+	{"RestoreConnections", true, snapshotsMemory, testRestoreConnections},
+	{"RestoreCompatible", false, snapshotsMemory, testRestoreCompatible},
+	{"RestoreFiles", true, snapshotsFiles, testRestoreFiles},
+	{"RestoreSideBySide", false, snapshots, testRestoreSideBySide},
+	{"RestoreGenerations", false, snapshots, testRestoreGenerations},
+	{"RestoreRecover", false, snapshots, testRestoreRecover},
+	{"RestoreLimits", true, snapshots, testRestoreLimits},
+	{"RestoreDamaged", false, snapshots, testRestoreDamaged},
+	{"RestoreFullStateDir", true, snapshots, testRestoreFullStateDir},
+	{"RestoreCancelled", false, snapshots, testRestoreCancelled},
+	{"RestoreCycles", false, snapshots, testRestoreCycles},
+	{"Diff", false, snapshotsFiles, testDiff},
+	{"DiffTree", true, snapshotsFiles, testDiffTree},
+	{"DiffFullDisk", false, snapshotsFiles, testDiffFullDisk},
+}
+
+func always(backend.Features) bool            { return true }
+func pauses(f backend.Features) bool          { return f.Pause }
+func snapshotsMemory(f backend.Features) bool { return f.SnapshotMemory }
+func snapshotsFiles(f backend.Features) bool  { return f.SnapshotFiles }
+func snapshots(f backend.Features) bool       { return f.SnapshotMemory || f.SnapshotFiles }
+func snapshotsPaused(f backend.Features) bool { return f.Pause && snapshots(f) }
+
 // Run runs the suite.
 func Run(t *testing.T, k Kind) {
 	if job := os.Getenv(jobVariable); job != "" {
@@ -85,15 +134,44 @@ func Run(t *testing.T, k Kind) {
 		t.Fatal("the tests of a backend make machines, which needs root")
 	}
 	shared := newMaterial(t, k)
-	var not []string
-	for _, test := range tests {
-		if test.real && k.Simulated {
-			not = append(not, test.name)
-			continue
+	can := features(t, k, shared)
+	var nothing, unable []string
+	one := func(name string, real, able bool, run func(*env)) {
+		switch {
+		case real && k.Simulated:
+			nothing = append(nothing, name)
+		case !able:
+			unable = append(unable, name)
+		default:
+			t.Run(name, func(t *testing.T) {
+				e := newEnv(t, k, shared)
+				e.can = can
+				run(e)
+			})
 		}
-		t.Run(test.name, func(t *testing.T) { test.run(newEnv(t, k, shared)) })
 	}
-	if len(not) > 0 {
-		t.Logf("do not apply, because this backend runs nothing: %s", strings.Join(not, ", "))
+	for _, test := range tests {
+		one(test.name, test.real, true, test.run)
 	}
+	for _, test := range stateTests {
+		one(test.name, test.real, test.needs(can), test.run)
+	}
+	if len(nothing) > 0 {
+		t.Logf("do not apply, because this backend runs nothing: %s", strings.Join(nothing, ", "))
+	}
+	if len(unable) > 0 {
+		t.Logf("do not apply, because this backend's features are %+v: %s", can, strings.Join(unable, ", "))
+	}
+}
+
+// features asks the backend what it can do.
+func features(t *testing.T, k Kind, shared material) backend.Features {
+	t.Helper()
+	e := newEnv(t, k, shared)
+	defer e.end()
+	can, err := e.backend.Probe(e.ctx)
+	if err != nil {
+		t.Fatalf("the backend does not work here: %v", err)
+	}
+	return can
 }

@@ -8,6 +8,8 @@ import (
 	"log/slog"
 	"os"
 	"os/exec"
+	"path/filepath"
+	"strconv"
 	"strings"
 	"testing"
 
@@ -22,16 +24,22 @@ const jobVariable = "OPENDSEC_BACKENDTEST_JOB"
 type job struct {
 	Place   Place
 	Configs []backend.Config
+	Pause   bool // whether it pauses each machine
+	// Snapshots is a directory where it then writes snapshots of the last
+	// machine, one after another without an end; "" for none.
+	Snapshots string
+	Memory    bool // whether they are with memory
 }
 
 // Lines that a creator writes begin with one of these.
 const (
 	creating = "BACKENDTEST-CREATING "
 	created  = "BACKENDTEST-CREATED "
+	writing  = "BACKENDTEST-SNAPSHOT "
 )
 
-// create is the creator's side: it makes the machines one after another, says
-// so, and waits to be killed.
+// create is the creator's side: it makes the machines one after another, does
+// with them what it is told, says so, and waits to be killed.
 func create(t *testing.T, k Kind, text string) {
 	var j job
 	if err := json.Unmarshal([]byte(text), &j); err != nil {
@@ -42,17 +50,36 @@ func create(t *testing.T, k Kind, text string) {
 	if _, err := b.Probe(context.Background()); err != nil {
 		t.Fatal(err)
 	}
+	var i backend.Instance
 	for _, cfg := range j.Configs {
 		fmt.Println(creating + string(cfg.ID))
-		i, err := b.Create(context.Background(), cfg)
-		if err != nil {
+		var err error
+		if i, err = b.Create(context.Background(), cfg); err != nil {
 			t.Fatal(err)
+		}
+		if j.Pause {
+			if err := i.(backend.Pauser).Pause(context.Background()); err != nil {
+				t.Fatal(err)
+			}
 		}
 		h, err := json.Marshal(i.Handle())
 		if err != nil {
 			t.Fatal(err)
 		}
 		fmt.Println(created + string(h))
+	}
+	for n := 0; j.Snapshots != ""; n++ {
+		dir := filepath.Join(j.Snapshots, strconv.Itoa(n))
+		if err := os.Mkdir(dir, 0o700); err != nil {
+			t.Fatal(err)
+		}
+		fmt.Println(writing + dir)
+		if _, err := i.(backend.Snapshotter).Snapshot(context.Background(), backend.SnapshotOptions{Dir: dir, Memory: j.Memory}); err != nil {
+			t.Fatal(err)
+		}
+		if err := os.RemoveAll(dir); err != nil {
+			t.Fatal(err)
+		}
 	}
 	select {}
 }
@@ -67,9 +94,15 @@ type creator struct {
 // startCreator starts this test's program again as a creator.
 func (e *env) startCreator(configs ...backend.Config) *creator {
 	e.Helper()
-	place := e.place
-	place.Log = nil
-	text, err := json.Marshal(job{Place: place, Configs: configs})
+	return e.startJob(job{Configs: configs})
+}
+
+// startJob starts a creator at the test's place.
+func (e *env) startJob(j job) *creator {
+	e.Helper()
+	j.Place = e.place
+	j.Place.Log = nil
+	text, err := json.Marshal(j)
 	if err != nil {
 		e.Fatal(err)
 	}

@@ -29,14 +29,17 @@ type env struct {
 	shared  material
 	place   Place
 	backend backend.Backend
+	can     backend.Features
 	slots   *netslot.Pool
 	logs    *logBuffer
 	ctx     context.Context
 	made    []*machine
+	end     func()
 }
 
-// newEnv opens a backend at a new place. At the test's end it destroys the
-// machines that are left, closes the backend and checks that the host is clean.
+// newEnv opens a backend at a new place. At the test's end, or by end before,
+// it destroys the machines that are left, closes the backend and checks that
+// the host is clean.
 func newEnv(t testing.TB, k Kind, shared material) *env {
 	t.Helper()
 	dir := t.TempDir()
@@ -55,7 +58,7 @@ func newEnv(t testing.TB, k Kind, shared material) *env {
 	stopped := make(chan error, 1)
 	go func() { stopped <- e.slots.Run(running) }()
 	e.backend = k.Open(t, e.place)
-	t.Cleanup(func() {
+	e.end = sync.OnceFunc(func() {
 		for _, m := range e.made {
 			m.destroy()
 		}
@@ -72,6 +75,7 @@ func newEnv(t testing.TB, k Kind, shared material) *env {
 			t.Logf("log of the backend:\n%s", logs)
 		}
 	})
+	t.Cleanup(e.end)
 	return e
 }
 
@@ -127,11 +131,9 @@ type machine struct {
 	cfg      backend.Config
 	instance backend.Instance
 	client   *agentclient.Client
+	token    string // what its agent wants to be shown
 	gone     bool
 }
-
-// token is every test machine's.
-const token = "a token for tests"
 
 // create makes a machine and greets its agent.
 func (e *env) create(limits sandbox.Limits) *machine {
@@ -152,16 +154,18 @@ func (e *env) adopt(cfg backend.Config, i backend.Instance) *machine {
 	if s, ok := e.backend.(backend.Slotter); ok {
 		cfg.Slot = s.SlotOf(i)
 	}
-	m := &machine{env: e, cfg: cfg, instance: i}
+	m := &machine{env: e, cfg: cfg, instance: i, token: "a token of " + string(cfg.ID)}
 	m.connect()
 	e.made = append(e.made, m)
 	return m
 }
 
 func (m *machine) connect() {
-	m.client = agentclient.New(func(ctx context.Context) (net.Conn, error) {
-		return m.instance.Dial(ctx, backend.AgentPort)
-	}, token)
+	m.client = agentclient.New(m.dialAgent, m.token)
+}
+
+func (m *machine) dialAgent(ctx context.Context) (net.Conn, error) {
+	return m.instance.Dial(ctx, backend.AgentPort)
 }
 
 // greet waits for the agent and gives it its identity.
@@ -178,11 +182,15 @@ func (m *machine) hello() error {
 	if err := m.client.WaitReady(ctx); err != nil {
 		return err
 	}
-	_, err := m.client.Hello(ctx, agentclient.Identity{
-		Token: token, SandboxID: m.cfg.ID, Hostname: m.cfg.Hostname,
+	id := agentclient.Identity{
+		Token: "a token of " + string(m.cfg.ID), SandboxID: m.cfg.ID, Hostname: m.cfg.Hostname, Generation: string(m.cfg.ID),
 		Env: map[string]string{"PATH": "/bin:/usr/bin", "FROM_SANDBOX": "yes"}, Now: time.Now(),
-	})
-	return err
+	}
+	if _, err := m.client.Hello(ctx, id); err != nil {
+		return err
+	}
+	m.token = id.Token
+	return nil
 }
 
 // shell runs a line and returns its result.

@@ -4,6 +4,7 @@ import (
 	"os"
 	"path/filepath"
 	"runtime"
+	"slices"
 	"strings"
 	"time"
 
@@ -75,7 +76,15 @@ func testCycles(e *env) {
 	for range cycles {
 		one()
 	}
-	e.made = nil
+	e.notGrown(cycles, goroutines, files)
+	e.noLeftovers()
+}
+
+// notGrown compares what this process holds with what it held before as many
+// machines as cycles, all of which but the last are gone.
+func (e *env) notGrown(cycles, goroutines int, files []string) {
+	e.Helper()
+	e.made = slices.DeleteFunc(e.made, func(m *machine) bool { return m.gone })
 	var now []string
 	grown := e.settled(func() []string {
 		now = openFiles()
@@ -89,7 +98,6 @@ func testCycles(e *env) {
 		e.Errorf("after %d machines: from %d to %d goroutines; open files (-before +after):\n%s\n%s", cycles,
 			goroutines, runtime.NumGoroutine(), cmp.Diff(files, now), stacks[:runtime.Stack(stacks, true)])
 	}
-	e.noLeftovers()
 }
 
 // quiet waits until what a machine's end has left to do in the background, such

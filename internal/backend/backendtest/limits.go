@@ -19,17 +19,18 @@ var tight = sandbox.Limits{CPU: 0.5, MemoryMB: 128, DiskMB: 64, PIDs: 48}
 
 // testLimitsVisible wants programs inside to find their memory and CPU limits
 // in one of the places where runtimes and build tools look for them.
-func testLimitsVisible(e *env) {
-	limits := usual
-	limits.CPU = 1
-	m := e.create(limits)
+func testLimitsVisible(e *env) { limitsVisible(e.create(usual)) }
+
+func limitsVisible(m *machine) {
+	m.Helper()
+	limits := m.cfg.Limits
 	memory := m.shell("cat /sys/fs/cgroup/memory.max /sys/fs/cgroup/memory/memory.limit_in_bytes 2>/dev/null; sed -n 's/^MemTotal: *\\([0-9]*\\) kB/\\1 * 1024/p' /proc/meminfo")
 	if !anyNear(string(memory.Stdout), float64(limits.MemoryMB<<20)) {
-		e.Errorf("no place shows the memory limit of %d MiB: %q", limits.MemoryMB, memory.Stdout)
+		m.Errorf("no place shows the memory limit of %d MiB: %q", limits.MemoryMB, memory.Stdout)
 	}
 	cpu := m.shell("sed 's/ / \\/ /' /sys/fs/cgroup/cpu.max 2>/dev/null; q=$(cat /sys/fs/cgroup/cpu/cpu.cfs_quota_us 2>/dev/null) && echo $q / $(cat /sys/fs/cgroup/cpu/cpu.cfs_period_us); nproc")
 	if !anyNear(string(cpu.Stdout), limits.CPU) {
-		e.Errorf("no place shows the limit of %v CPUs: %q", limits.CPU, cpu.Stdout)
+		m.Errorf("no place shows the limit of %v CPUs: %q", limits.CPU, cpu.Stdout)
 	}
 }
 
@@ -60,8 +61,11 @@ func anyNear(lines string, want float64) bool {
 
 // testMemoryLimit goes over the memory limit. What is killed for it is the
 // command, or the machine, which then says why.
-func testMemoryLimit(e *env) {
-	m := e.create(tight)
+func testMemoryLimit(e *env) { memoryLimit(e.create(tight)) }
+
+func memoryLimit(m *machine) {
+	m.Helper()
+	e := m.env
 	if res := m.shell("dd if=/dev/zero of=/dev/null bs=32M count=1"); res.ExitCode != 0 {
 		e.Fatalf("32 MiB of %d: %+v %s", tight.MemoryMB, res, res.Stderr)
 	}
@@ -102,8 +106,13 @@ func (m *machine) fillShared() {
 
 // testDiskLimit fills the disk: there is as much room as was asked for, and no
 // more, and afterwards the machine works.
-func testDiskLimit(e *env) {
-	m := e.create(tight)
+func testDiskLimit(e *env) { diskLimit(e.create(tight), 0) }
+
+// diskLimit takes a machine with tight limits, whose files already have some
+// bytes.
+func diskLimit(m *machine, used int64) {
+	m.Helper()
+	e := m.env
 	res := m.shell("dd if=/dev/zero of=/fill bs=1M count=1000")
 	if !bytes.Contains(res.Stderr, []byte("No space left on device")) || res.ExitCode == 0 {
 		e.Errorf("writing a file of 1000 MiB: exit code %d, %q", res.ExitCode, res.Stderr)
@@ -112,15 +121,18 @@ func testDiskLimit(e *env) {
 	if err != nil {
 		e.Fatal(err)
 	}
-	if limit := tight.DiskMB << 20; size < limit*95/100 || size > limit*105/100 {
-		e.Errorf("%d bytes could be written, the limit is %d", size, limit)
+	if limit := tight.DiskMB << 20; size+used < limit*95/100 || size+used > limit*105/100 {
+		e.Errorf("%d bytes could be written beside %d, the limit is %d", size, used, limit)
 	}
-	m.want("rm /fill && dd if=/dev/zero of=/again bs=1M count=32 2>/dev/null && echo ok", "ok\n")
+	m.want("rm /fill && dd if=/dev/zero of=/again bs=1M count=16 2>/dev/null && echo ok", "ok\n")
 }
 
 // testPIDsLimit starts more processes than there may be.
-func testPIDsLimit(e *env) {
-	m := e.create(tight)
+func testPIDsLimit(e *env) { pidsLimit(e.create(tight)) }
+
+func pidsLimit(m *machine) {
+	m.Helper()
+	e := m.env
 	res := m.shell(fmt.Sprintf("for i in $(seq %d); do sleep 1000 >/dev/null 2>&1 & done", 2*tight.PIDs))
 	if !bytes.Contains(res.Stderr, []byte("fork")) || res.ExitCode == 0 {
 		e.Errorf("starting %d processes: exit code %d, %q", 2*tight.PIDs, res.ExitCode, res.Stderr)
@@ -136,8 +148,11 @@ func testPIDsLimit(e *env) {
 }
 
 // testCPULimit computes for a second and measures from outside.
-func testCPULimit(e *env) {
-	m := e.create(tight)
+func testCPULimit(e *env) { cpuLimit(e.create(tight)) }
+
+func cpuLimit(m *machine) {
+	m.Helper()
+	e := m.env
 	before, err := m.instance.Usage(e.ctx)
 	if err != nil {
 		e.Fatal(err)

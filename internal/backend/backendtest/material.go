@@ -81,6 +81,7 @@ func fillTree(t testing.TB, tree string) {
 	for path, mode := range map[string]os.FileMode{
 		"bin": 0o755, "dev": 0o755, "etc": 0o755, "home/user": 0o755, "proc": 0o755,
 		"root": 0o700, "sys": 0o755, "tmp": 0o777 | os.ModeSticky, "usr/bin": 0o755, "var": 0o755,
+		"usr/share/kept": 0o755, "usr/share/gone/deep": 0o755, "usr/share/replaced": 0o755, "usr/share/dir": 0o755,
 	} {
 		full := filepath.Join(tree, path)
 		if err := os.MkdirAll(full, 0o755); err != nil {
@@ -94,6 +95,11 @@ func fillTree(t testing.TB, tree string) {
 		"etc/passwd": "root:x:0:0:root:/root:/bin/sh\nuser:x:1000:1000::/home/user:/bin/sh\n",
 		"etc/group":  "root:x:0:\nuser:x:1000:\n",
 		"etc/motd":   "of the image\n",
+
+		"usr/share/kept/a": "a of the image\n", "usr/share/kept/b": "b of the image\n",
+		"usr/share/gone/deep/a": "a of the image\n", "usr/share/replaced/a": "a of the image\n",
+		"usr/share/replaced/b": "b of the image\n", "usr/share/dir/a": "a of the image\n",
+		"usr/share/file": "of the image\n", "usr/share/chmod": "of the image\n",
 	} {
 		if err := os.WriteFile(filepath.Join(tree, path), []byte(content), 0o644); err != nil {
 			t.Fatal(err)

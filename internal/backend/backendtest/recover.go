@@ -228,15 +228,21 @@ func (e *env) removeLeftovers(known ...sandbox.ID) {
 	}
 }
 
-// testCancelled cancels creates after more and more time: whenever that is,
-// nothing is left.
+// testCancelled cancels creates after more and more time.
 func testCancelled(e *env) {
 	if _, err := e.backend.Probe(e.ctx); err != nil {
 		e.Fatal(err)
 	}
+	e.cancelCreates(func() backend.Config { return e.config(usual) })
+}
+
+// cancelCreates cancels creates after more and more time: whenever that is,
+// nothing is left.
+func (e *env) cancelCreates(config func() backend.Config) {
+	e.Helper()
 	var full time.Duration
 	for after := time.Duration(0); ; after += max(full/12, time.Millisecond) {
-		cfg := e.config(usual)
+		cfg := config()
 		ctx, cancel := context.WithTimeout(e.ctx, after)
 		begin := time.Now()
 		i, err := e.backend.Create(ctx, cfg)
