@@ -46,6 +46,7 @@ var placed = map[string]layer{
 	"internal/netpolicy":   capabilities,
 	"internal/netslot":     capabilities,
 	"internal/ocispec":     capabilities,
+	"internal/reflink":     capabilities,
 	"internal/store":       capabilities,
 
 	"internal/apiserver": components,
