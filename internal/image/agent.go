@@ -10,6 +10,7 @@ import (
 	"io/fs"
 	"os"
 	"path/filepath"
+	"slices"
 
 	"golang.org/x/sys/unix"
 
@@ -55,12 +56,12 @@ func AgentAt(dir, id string) backend.Agent {
 	return backend.Agent{ID: id, EROFS: filepath.Join(at, "agent.erofs"), Dir: filepath.Join(at, "dir")}
 }
 
-// PruneAgents removes what PackAgent has made in dir of other versions. Nothing
-// may have them mounted.
-func PruneAgents(dir string, keep backend.Agent) error {
+// PruneAgents removes what PackAgent has made in dir, but for the agents of the
+// IDs to keep: those that something has mounted or will mount again.
+func PruneAgents(dir string, keep ...string) error {
 	made, err := filepath.Glob(filepath.Join(dir, "agent-*"))
 	for _, at := range made {
-		if at != filepath.Dir(keep.Dir) {
+		if !slices.Contains(keep, filepath.Base(at)) {
 			err = errors.Join(err, os.RemoveAll(at))
 		}
 	}

@@ -64,7 +64,7 @@ func (s *Store) bootstrapStaged(ctx context.Context, st *staging, o BootstrapOpt
 		return Artifact{}, err
 	}
 	a := Artifact{
-		Architecture: "amd64", Source: "bootstrap:" + o.Distribution,
+		Kind: KindOCI, Architecture: "amd64", Source: "bootstrap:" + o.Distribution,
 		Config: Config{Env: debian.Env, Cmd: []string{"/bin/bash"}},
 	}
 	if a.Digest, err = contentDigest(filepath.Join(st.dir, "image", rootfsName), a.Config); err != nil {

@@ -3,17 +3,20 @@
 // builds one from the machine's package mirror (package debian), and keeps
 // each as one read-only EROFS file with its configuration, under its digest.
 // All sandboxes and all backends of a node share that file, and the kernel
-// mounts it once.
+// mounts it once. Beside these it keeps snapshots with memory: files that a
+// backend wrote and can read, and the image that they run on.
 //
-// Names of images are not kept here, and neither is who may see them; nothing
-// of a sandbox's own is.
+// Names of images are not kept here, and neither is who may see them; of a
+// running sandbox nothing is. The store does not know what is in a snapshot.
 //
 // A store is a directory:
 //
 //	lock                     held while a store is open
-//	sha256/HEX/rootfs.erofs  an image's tree
-//	sha256/HEX/image.json    its Artifact
-//	sha256/HEX/tree          where it is mounted
+//	sha256/HEX/image.json    an image's Artifact
+//	sha256/HEX/rootfs.erofs  its tree
+//	sha256/HEX/tree          where that is mounted
+//	sha256/HEX/snapshot/…    the files of a memory image, in place of a tree
+//	sha256/HEX/deleted       there when it goes with its last user
 //	staging/…                work in progress, removed when a store is opened
 package image
 
@@ -26,12 +29,15 @@ import (
 	"os"
 	"path/filepath"
 	"regexp"
+	"slices"
 	"sync"
 
 	"golang.org/x/sys/unix"
 
+	"github.com/kernflux/opendsec/internal/backend"
 	"github.com/kernflux/opendsec/internal/fault"
 	"github.com/kernflux/opendsec/internal/image/layer"
+	"github.com/kernflux/opendsec/internal/sandbox"
 )
 
 // Config is the part of an image's configuration that a sandbox gets.
@@ -44,13 +50,32 @@ type Config struct {
 	Labels     map[string]string `json:"labels,omitempty"`
 }
 
+// Kinds of images.
+const (
+	KindOCI    = "oci"    // imported or built
+	KindFiles  = "files"  // packed from the files of a sandbox
+	KindMemory = "memory" // a snapshot with memory, which runs on another image
+)
+
 // Artifact is an image in the store.
 type Artifact struct {
-	Digest       string `json:"digest"` // "sha256:…"
-	Size         int64  `json:"size"`   // of the EROFS file in bytes
-	Architecture string `json:"architecture"`
-	Source       string `json:"source"` // where it came from, without credentials
-	Config       Config `json:"config"`
+	Digest       string  `json:"digest"`         // "sha256:…"
+	Kind         string  `json:"kind,omitempty"` // "" in a file means KindOCI
+	Size         int64   `json:"size"`           // on the disk, in bytes: of the EROFS file or the snapshot
+	Architecture string  `json:"architecture"`
+	Source       string  `json:"source"` // where it came from, without credentials
+	Config       Config  `json:"config"`
+	Memory       *Memory `json:"memory,omitempty"` // of a KindMemory only
+}
+
+// Memory is what a memory image is beside its files.
+type Memory struct {
+	Base string `json:"base"` // digest of the image it runs on, which has a tree
+	// Snapshot is as the backend gave it. Read from the store, its Dir is where
+	// the files are.
+	Snapshot   backend.Snapshot `json:"snapshot"`
+	AgentToken string           `json:"agent_token"` // of the agent in it; a secret
+	SandboxID  sandbox.ID       `json:"sandbox_id"`  // that it was taken of
 }
 
 // Progress says how far an import is. Steps come in the order "pull",
@@ -69,6 +94,8 @@ const (
 	rootfsName   = "rootfs.erofs"
 	artifactName = "image.json"
 	treeName     = "tree"
+	snapshotName = "snapshot"
+	deletedName  = "deleted"
 )
 
 // reserve is how much of the disk an import leaves free, in bytes: a full disk
@@ -84,13 +111,20 @@ type Store struct {
 	limits  layer.Limits
 
 	mu     sync.Mutex
-	users  map[string]int           // by digest, of the mounted tree
+	users  map[string]int           // by digest: Acquire less Release; one of a memory image is one of its base too
+	bases  map[string]string        // by digest of a memory image: that of its base
+	marked map[string]bool          // by digest: deleted, and here as long as it is in use
+	former map[string]bool          // by digest: marked in an earlier run, and its users may come back
 	flying map[string]chan struct{} // by digest: imports under way; closed at their end
-	mounts map[string]*sync.Mutex   // by digest: held while mounting, unmounting or deleting
+	// held has a lock by digest, for mounting, unmounting, publishing and
+	// deleting. That of a memory image is taken before that of its base.
+	held map[string]*sync.Mutex
 }
 
-// Open opens the store in dir, which it makes if need be, and removes what an
-// import left that was killed. It fails while another process has it open.
+// Open opens the store in dir, which it makes if need be, and removes what work
+// left that was killed. Images that were deleted while in use stay until Sweep,
+// and may be acquired until then, as their users may still be there. It fails
+// while another process has the store open.
 func Open(log *slog.Logger, dir string) (*Store, error) {
 	dir, err := filepath.Abs(dir)
 	if err != nil {
@@ -114,10 +148,11 @@ func Open(log *slog.Logger, dir string) (*Store, error) {
 	}
 	s := &Store{
 		log: log, dir: dir, lock: lock, reserve: reserve,
-		users: map[string]int{}, flying: map[string]chan struct{}{}, mounts: map[string]*sync.Mutex{},
+		users: map[string]int{}, bases: map[string]string{}, marked: map[string]bool{}, former: map[string]bool{},
+		flying: map[string]chan struct{}{}, held: map[string]*sync.Mutex{},
 	}
-	if err := s.clean(); err != nil {
-		return nil, errors.Join(fmt.Errorf("clean the image store %s: %w", dir, err), lock.Close())
+	if err := errors.Join(s.clean(), s.index()); err != nil {
+		return nil, errors.Join(fmt.Errorf("take up the image store %s: %w", dir, err), lock.Close())
 	}
 	return s, nil
 }
@@ -129,7 +164,7 @@ func (s *Store) clean() error {
 		return err
 	}
 	for _, e := range left {
-		s.log.Info("remove an unfinished import", "name", e.Name())
+		s.log.Info("remove unfinished work on an image", "name", e.Name())
 		if err := removeStaging(filepath.Join(s.dir, stagingName, e.Name())); err != nil {
 			return err
 		}
@@ -163,15 +198,72 @@ func (s *Store) path(digest string) (string, error) {
 	return filepath.Join(s.dir, "sha256", digest[len("sha256:"):]), nil
 }
 
+// index takes note of memory images' bases and of marks.
+func (s *Store) index() error {
+	digests, err := s.digests()
+	if err != nil {
+		return err
+	}
+	for _, digest := range digests {
+		dir, err := s.path(digest)
+		if err != nil {
+			return err
+		}
+		if _, err := os.Lstat(filepath.Join(dir, deletedName)); err == nil {
+			s.marked[digest], s.former[digest] = true, true
+		} else if !errors.Is(err, fs.ErrNotExist) {
+			return err
+		}
+		a, err := s.read(digest)
+		if err != nil { // does not keep the others from being used
+			s.log.Error("cannot read an image of the store", "digest", digest, "error", err)
+		}
+		if a.Memory != nil {
+			s.bases[digest] = a.Memory.Base
+		}
+	}
+	return nil
+}
+
+// digests lists what is in the store, deleted images too.
+func (s *Store) digests() ([]string, error) {
+	entries, err := os.ReadDir(filepath.Join(s.dir, "sha256"))
+	if err != nil {
+		return nil, fmt.Errorf("list the images: %w", err)
+	}
+	var all []string
+	for _, e := range entries {
+		if digest := "sha256:" + e.Name(); digestForm.MatchString(digest) {
+			all = append(all, digest)
+		}
+	}
+	return all, nil
+}
+
 // Get returns an image of the store, or a fault.NotFound.
 func (s *Store) Get(digest string) (Artifact, error) {
+	s.mu.Lock()
+	gone := s.marked[digest]
+	s.mu.Unlock()
+	if gone {
+		return Artifact{}, notHere(digest)
+	}
+	return s.read(digest)
+}
+
+func notHere(digest string) error {
+	return fault.New(fault.NotFound, "there is no image %s on this node; import it", digest)
+}
+
+// read returns an image of the store, a deleted one too, or a fault.NotFound.
+func (s *Store) read(digest string) (Artifact, error) {
 	dir, err := s.path(digest)
 	if err != nil {
 		return Artifact{}, err
 	}
 	b, err := os.ReadFile(filepath.Join(dir, artifactName))
 	if errors.Is(err, fs.ErrNotExist) {
-		return Artifact{}, fault.New(fault.NotFound, "there is no image %s on this node; import it", digest)
+		return Artifact{}, notHere(digest)
 	}
 	if err != nil {
 		return Artifact{}, fmt.Errorf("read image %s: %w", digest, err)
@@ -180,22 +272,27 @@ func (s *Store) Get(digest string) (Artifact, error) {
 	if err := json.Unmarshal(b, &a); err != nil {
 		return Artifact{}, fmt.Errorf("read image %s: %w", digest, err)
 	}
+	a.Kind = orDefault(a.Kind, KindOCI)
+	if a.Memory != nil {
+		a.Memory.Snapshot.Dir = filepath.Join(dir, snapshotName)
+	}
 	return a, nil
 }
 
 // List returns all images of the store, by digest.
 func (s *Store) List() ([]Artifact, error) {
-	entries, err := os.ReadDir(filepath.Join(s.dir, "sha256"))
+	return s.each(s.Get)
+}
+
+// each returns what get has of all digests, without those not found.
+func (s *Store) each(get func(digest string) (Artifact, error)) ([]Artifact, error) {
+	digests, err := s.digests()
 	if err != nil {
-		return nil, fmt.Errorf("list the images: %w", err)
+		return nil, err
 	}
 	var all []Artifact
-	for _, e := range entries {
-		digest := "sha256:" + e.Name()
-		if !digestForm.MatchString(digest) {
-			continue
-		}
-		a, err := s.Get(digest)
+	for _, digest := range digests {
+		a, err := get(digest)
 		if fault.Is(err, fault.NotFound) {
 			continue // deleted a moment ago
 		}
@@ -207,43 +304,31 @@ func (s *Store) List() ([]Artifact, error) {
 	return all, nil
 }
 
-// Delete removes an image. One that is in use is a fault.WrongState; one that
-// is not there is no error, so it may be repeated.
-func (s *Store) Delete(digest string) error {
-	dir, err := s.path(digest)
+// Agents returns the IDs of the agents that memory images need, deleted ones
+// too, in order.
+func (s *Store) Agents() ([]string, error) {
+	all, err := s.each(s.read)
 	if err != nil {
-		return err
+		return nil, fmt.Errorf("find the agents that snapshots need: %w", err)
 	}
-	defer s.hold(digest)()
-	if n := s.usersOf(digest); n > 0 {
-		return fault.New(fault.WrongState, "image %s is used by %d sandboxes; stop them first", digest, n)
+	var ids []string
+	for _, a := range all {
+		if a.Memory != nil && a.Memory.Snapshot.Stamp.Agent != "" {
+			ids = append(ids, a.Memory.Snapshot.Stamp.Agent)
+		}
 	}
-	if err := s.unmountHeld(dir); err != nil {
-		return fmt.Errorf("delete image %s: %w", digest, err)
-	}
-	// Into staging first: a half-deleted image is never seen.
-	gone, err := os.MkdirTemp(filepath.Join(s.dir, stagingName), "delete-")
-	if err != nil {
-		return fmt.Errorf("delete image %s: %w", digest, err)
-	}
-	err = os.Rename(dir, filepath.Join(gone, "image"))
-	if errors.Is(err, fs.ErrNotExist) {
-		err = nil
-	}
-	if err := errors.Join(err, removeStaging(gone)); err != nil {
-		return fmt.Errorf("delete image %s: %w", digest, err)
-	}
-	return nil
+	slices.Sort(ids)
+	return slices.Compact(ids), nil
 }
 
-// hold waits until nobody else mounts, unmounts or deletes the image and
-// returns what lets it go.
+// hold waits until nobody else mounts, unmounts, publishes or deletes the image
+// and returns what lets it go.
 func (s *Store) hold(digest string) (release func()) {
 	s.mu.Lock()
-	m := s.mounts[digest]
+	m := s.held[digest]
 	if m == nil {
 		m = &sync.Mutex{}
-		s.mounts[digest] = m
+		s.held[digest] = m
 	}
 	s.mu.Unlock()
 	m.Lock()

@@ -100,7 +100,7 @@ func (s *Store) once(ctx context.Context, digest string, work func() (Artifact, 
 		delete(s.flying, digest)
 		s.mu.Unlock()
 	}()
-	if a, err := s.Get(digest); !fault.Is(err, fault.NotFound) {
+	if a, err := s.revive(digest); !fault.Is(err, fault.NotFound) {
 		return a, err
 	}
 	return work()
@@ -133,7 +133,7 @@ func (s *Store) addStaged(ctx context.Context, st *staging, img *source.Image, f
 		return Artifact{}, err
 	}
 	return s.publish(st, Artifact{
-		Digest: img.Digest, Architecture: orDefault(img.Config.Architecture, "amd64"), Source: from, Config: configOf(img.Config),
+		Digest: img.Digest, Kind: KindOCI, Architecture: orDefault(img.Config.Architecture, "amd64"), Source: from, Config: configOf(img.Config),
 	})
 }
 

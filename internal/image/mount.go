@@ -26,37 +26,82 @@ type Mount struct {
 }
 
 // Acquire returns an image's tree, mounted, and counts one user until Release.
-// A mount of an earlier run of the program is taken over. The tree stays
-// mounted without users; Delete and Close unmount it.
+// Of a memory image the tree is that of its base, and both have the user. A
+// mount of an earlier run of the program is taken over. The tree stays mounted
+// without users; Delete and Close unmount it.
 func (s *Store) Acquire(ctx context.Context, digest string) (backend.Rootfs, Artifact, error) {
-	dir, err := s.path(digest)
-	if err != nil {
+	if _, err := s.path(digest); err != nil {
 		return backend.Rootfs{}, Artifact{}, err
 	}
 	defer s.hold(digest)()
-	if err := ctx.Err(); err != nil {
+	if err := errors.Join(ctx.Err(), s.usable(digest)); err != nil {
 		return backend.Rootfs{}, Artifact{}, err
 	}
-	a, err := s.Get(digest)
+	a, err := s.read(digest)
 	if err != nil {
 		return backend.Rootfs{}, Artifact{}, err
+	}
+	if a.Memory == nil {
+		root, err := s.useTree(digest)
+		return root, a, err
+	}
+	root, err := s.useBase(a.Memory.Base)
+	if err != nil {
+		return backend.Rootfs{}, Artifact{}, fmt.Errorf("open the image that snapshot %s runs on: %w", digest, err)
+	}
+	s.use(digest)
+	return root, a, nil
+}
+
+// useBase mounts the base of a held memory image and counts a user of it.
+func (s *Store) useBase(digest string) (backend.Rootfs, error) {
+	defer s.hold(digest)()
+	if _, err := s.read(digest); err != nil {
+		return backend.Rootfs{}, err
+	}
+	return s.useTree(digest)
+}
+
+// useTree mounts a held image's tree and counts a user of it.
+func (s *Store) useTree(digest string) (backend.Rootfs, error) {
+	dir, err := s.path(digest)
+	if err != nil {
+		return backend.Rootfs{}, err
 	}
 	root := backend.Rootfs{Digest: digest, EROFS: filepath.Join(dir, rootfsName), Tree: filepath.Join(dir, treeName)}
 	if s.usersOf(digest) == 0 {
 		if err := mountOnce(root.EROFS, root.Tree); err != nil {
-			return backend.Rootfs{}, Artifact{}, fmt.Errorf("mount image %s: %w", digest, err)
+			return backend.Rootfs{}, fmt.Errorf("mount image %s: %w", digest, err)
 		}
 	}
-	s.mu.Lock()
-	s.users[digest]++
-	s.mu.Unlock()
-	return root, a, nil
+	s.use(digest)
+	return root, nil
 }
 
-// Release takes back one Acquire.
-func (s *Store) Release(digest string) {
+func (s *Store) use(digest string) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
+	s.users[digest]++
+}
+
+// Release takes back one Acquire. An image that was deleted goes with its last
+// user.
+func (s *Store) Release(digest string) {
+	s.mu.Lock()
+	base := ""
+	if s.users[digest] > 0 {
+		base = s.bases[digest]
+		s.unuse(digest)
+		s.unuse(base)
+	}
+	s.mu.Unlock()
+	if err := errors.Join(s.sweep(digest), s.sweep(base)); err != nil {
+		s.log.Error("a deleted image stays until the next start", "error", err)
+	}
+}
+
+// unuse takes one user off, if there is one. s.mu is held.
+func (s *Store) unuse(digest string) {
 	if s.users[digest]--; s.users[digest] <= 0 {
 		delete(s.users, digest)
 	}

@@ -154,25 +154,34 @@ func (s *Store) publish(st *staging, a Artifact) (Artifact, error) {
 	if err != nil {
 		return Artifact{}, err
 	}
-	b, err := json.MarshalIndent(a, "", "  ")
-	if err != nil {
-		return Artifact{}, fmt.Errorf("publish the image: %w", err)
-	}
-	name := filepath.Join(image, artifactName)
-	if err := os.WriteFile(name, append(b, '\n'), 0o600); err != nil {
-		return Artifact{}, diskFault("write the image's description", err)
-	}
-	if err := errors.Join(syncPath(name), syncPath(image)); err != nil {
-		return Artifact{}, diskFault("write the image's description", err)
+	if err := writeArtifact(image, a); err != nil {
+		return Artifact{}, err
 	}
 	defer s.hold(a.Digest)()
-	if have, err := s.Get(a.Digest); err == nil {
-		return have, nil
+	if have, err := s.read(a.Digest); err == nil {
+		return have, s.unmark(a.Digest, dir)
 	}
 	if err := os.Rename(image, dir); err != nil {
 		return Artifact{}, diskFault("publish the image", err)
 	}
 	return a, syncPath(filepath.Dir(dir))
+}
+
+// writeArtifact writes an image's description into its directory, both safe
+// against a power cut.
+func writeArtifact(image string, a Artifact) error {
+	b, err := json.MarshalIndent(a, "", "  ")
+	if err != nil {
+		return fmt.Errorf("write the image's description: %w", err)
+	}
+	name := filepath.Join(image, artifactName)
+	if err := os.WriteFile(name, append(b, '\n'), 0o600); err != nil {
+		return diskFault("write the image's description", err)
+	}
+	if err := errors.Join(syncPath(name), syncPath(image)); err != nil {
+		return diskFault("write the image's description", err)
+	}
+	return nil
 }
 
 // syncPath makes a file or a directory's entries safe against a power cut.

@@ -9,6 +9,7 @@ import (
 	"log/slog"
 	"os"
 	"path/filepath"
+	"slices"
 
 	"golang.org/x/sync/errgroup"
 
@@ -17,6 +18,7 @@ import (
 	"github.com/kernflux/opendsec/internal/cgroup"
 	"github.com/kernflux/opendsec/internal/daemon"
 	"github.com/kernflux/opendsec/internal/edge"
+	"github.com/kernflux/opendsec/internal/edge/journal"
 	"github.com/kernflux/opendsec/internal/image"
 	"github.com/kernflux/opendsec/internal/mtls"
 	"github.com/kernflux/opendsec/internal/netslot"
@@ -61,18 +63,34 @@ func (c *Server) images(log *slog.Logger) (*image.Store, error) {
 	return image.Open(log, filepath.Join(c.StateDir, "images"))
 }
 
-// agent packs the agent. Those of other versions go once no sandbox is left that
-// may have them mounted.
-func (c *Server) agent(ctx context.Context) (backend.Agent, error) {
+// agent packs the agent. Those of other versions go when no sandbox and no
+// snapshot needs them any more.
+func (c *Server) agent(ctx context.Context, log *slog.Logger, images *image.Store) (backend.Agent, error) {
 	dir := filepath.Join(c.StateDir, "agent")
 	agent, err := image.PackAgent(ctx, c.AgentPath, dir)
 	if err != nil {
 		return agent, err
 	}
-	if left, _ := filepath.Glob(filepath.Join(c.StateDir, "sandboxes", "*")); len(left) == 0 {
-		err = image.PruneAgents(dir, agent)
+	ofImages, ierr := images.Agents()
+	ofSandboxes, serr := journal.Agents(filepath.Join(c.StateDir, "sandboxes"))
+	if err := errors.Join(ierr, serr); err != nil {
+		log.Warn("agents of earlier versions are kept, as some may be needed", "error", err)
+		return agent, nil
 	}
-	return agent, err
+	return agent, image.PruneAgents(dir, slices.Concat([]string{agent.ID}, ofImages, ofSandboxes)...)
+}
+
+// sweep removes the images that were deleted in an earlier run, once the edge
+// has found the sandboxes again that use some of them.
+func sweep(ctx context.Context, log *slog.Logger, images *image.Store, found <-chan struct{}) {
+	select {
+	case <-found:
+	case <-ctx.Done():
+		return
+	}
+	if err := images.Sweep(); err != nil {
+		log.Error("cannot remove a deleted image", "error", err)
+	}
 }
 
 // Run serves until the context ends. Sandboxes go on.
@@ -87,7 +105,7 @@ func (c *Server) Run(ctx context.Context, log *slog.Logger) (err error) {
 		return err
 	}
 	defer func() { err = errors.Join(err, images.Close(false)) }()
-	agent, err := c.agent(ctx)
+	agent, err := c.agent(ctx, log, images)
 	if err != nil {
 		return err
 	}
@@ -107,6 +125,10 @@ func (c *Server) Run(ctx context.Context, log *slog.Logger) (err error) {
 	e := edge.New(c.Config, edge.Deps{Backends: backends, Agent: agent, Images: images, Slots: slots, Log: log})
 	g, ctx := errgroup.WithContext(ctx)
 	g.Go(func() error { return e.Run(ctx) })
+	g.Go(func() error {
+		sweep(ctx, log, images, e.Ready())
+		return nil
+	})
 	g.Go(func() error {
 		return daemon.Serve(ctx, daemon.Server{Listener: ln, TLS: id.ServerConfig(), Handler: e.Handler(), Log: log})
 	})
