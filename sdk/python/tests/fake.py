@@ -64,6 +64,10 @@ class Process:
         self.timed_out = False
         self.changed = asyncio.Condition()
         self.child: asyncio.subprocess.Process | None = None
+        self.frozen: ConnectError | None = None  # why nothing is to be had from it
+        self.sent = self.followed = 0  # bytes that went to the one who runs it, and to those who found it
+        self._left: float | None = None  # seconds of running
+        self._timer: asyncio.TimerHandle | None = None
 
     async def start(self, request: process_pb.StartRequest, root: Path, timeout_ms: float | None) -> None:
         config = request.process
@@ -79,19 +83,41 @@ class Process:
             start_new_session=True,
         )
         self.pid = self.child.pid
-        self._task = asyncio.ensure_future(self._run(timeout_ms))
+        self._left = None if timeout_ms is None else timeout_ms / 1000
+        self._count(True)
+        self._task = asyncio.ensure_future(self._run())
 
-    async def _run(self, timeout_ms: float | None) -> None:
+    def _count(self, on: bool) -> None:
+        """Let its time run, or stand still."""
+        now = asyncio.get_running_loop().time()
+        if self._timer is not None:
+            self._left = self._timer.when() - now
+            self._timer.cancel()
+            self._timer = None
+        if on and self._left is not None and self.end is None:
+            self._timer = asyncio.get_running_loop().call_later(self._left, self._expire)
+
+    def _expire(self) -> None:
+        self.timed_out = True
+        os.killpg(self.pid, signal.SIGKILL)
+
+    async def freeze(self, why: ConnectError | None) -> None:
+        """Stop it, or with None let it go on."""
+        if self.end is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.pid, signal.SIGSTOP if why else signal.SIGCONT)
+        self._count(why is None)
+        async with self.changed:
+            self.frozen = why
+            self.changed.notify_all()
+
+    async def _run(self) -> None:
         child = self.child
         assert child is not None
-        pumps = [self._pump("stdout", child.stdout), self._pump("stderr", child.stderr)]
-        work = asyncio.gather(*pumps, child.wait())
-        try:
-            await asyncio.wait_for(asyncio.shield(work), None if timeout_ms is None else timeout_ms / 1000)
-        except (TimeoutError, asyncio.TimeoutError):
-            self.timed_out = True
-            os.killpg(self.pid, signal.SIGKILL)
-            await work
+        await asyncio.gather(
+            self._pump("stdout", child.stdout), self._pump("stderr", child.stderr), child.wait()
+        )
+        self._count(False)
         code = child.returncode or 0
         async with self.changed:
             self.end = agent_pb.AttachResponse.End(
@@ -109,8 +135,15 @@ class Process:
     async def follow(self, at: dict[str, int], stay: bool) -> AsyncIterator[tuple[str, int, bytes]]:
         while True:
             async with self.changed:
-                while stay and self.end is None and all(len(self.out[n]) <= at[n] for n in at):
+                while (
+                    stay
+                    and self.end is None
+                    and self.frozen is None
+                    and all(len(self.out[n]) <= at[n] for n in at)
+                ):
                     await self.changed.wait()
+                if self.frozen is not None:
+                    raise self.frozen
                 ended = self.end is not None
                 new = [(n, at[n], bytes(self.out[n][at[n] : at[n] + (32 << 10)])) for n in at]
             new = [item for item in new if item[2]]
@@ -154,6 +187,7 @@ class Sandbox(process_connect.Process, filesystem_connect.Filesystem, agent_conn
         yield _started(Oneof("start", event.StartEvent(pid=process.pid)))
         async for name, _, data in process.follow({"stdout": 0, "stderr": 0}, True):
             yield _started(Oneof("data", event.DataEvent(output=Oneof(name, data))))  # type: ignore[arg-type]
+            process.sent += len(data)
         assert process.end is not None
         if process.timed_out:
             raise ConnectError(Code.DEADLINE_EXCEEDED, "deadline exceeded")
@@ -169,9 +203,18 @@ class Sandbox(process_connect.Process, filesystem_connect.Filesystem, agent_conn
         assert request.input is not None
         assert request.input.input is not None
         assert child.stdin is not None
+        process = self.find(str(request.process.selector.value))  # type: ignore[union-attr]
         try:
             child.stdin.write(request.input.input.value)
-            await child.stdin.drain()
+            drained = asyncio.ensure_future(child.stdin.drain())
+            async with process.changed:
+                while not drained.done() and process.frozen is None:
+                    with contextlib.suppress(TimeoutError, asyncio.TimeoutError):
+                        await asyncio.wait_for(process.changed.wait(), 0.01)
+            if process.frozen is not None:
+                drained.cancel()
+                raise process.frozen
+            await drained
         except (BrokenPipeError, ConnectionResetError) as err:
             raise ConnectError(Code.NOT_FOUND, "the process ended") from err
         return process_pb.SendInputResponse()
@@ -212,6 +255,7 @@ class Sandbox(process_connect.Process, filesystem_connect.Filesystem, agent_conn
             except (TimeoutError, asyncio.TimeoutError):
                 raise ConnectError(Code.DEADLINE_EXCEEDED, "deadline exceeded") from None
             yield answer(event=Oneof(name, answer.Output(offset=offset, data=data)))  # type: ignore[arg-type]
+            process.followed += len(data)
         if process.end is not None:
             end: Any = Oneof("end", process.end)
             yield answer(event=end)
@@ -362,6 +406,7 @@ class Server(sandbox_connect.SandboxService, image_connect.ImageService):
         self.root = root
         self.sandboxes: dict[str, Sandbox] = {}
         self.keys: dict[str, str] = {}
+        self.forks: dict[str, list[Any]] = {}
         self.requests: list[str] = []
         self.break_after: int | None = (
             None  # bytes still to come from the server before the line is cut, once
@@ -459,6 +504,8 @@ class Server(sandbox_connect.SandboxService, image_connect.ImageService):
                 error = fault("not_found", f"there is no sandbox {name}")
             elif sandbox.record.end is not None:
                 error = fault("sandbox_ended", f"sandbox {name} has ended", end=sandbox.record.end)
+            elif (paused := await self._asleep(sandbox)) is not None:
+                error = paused
             elif path in ("/files", "/archive"):
                 query = {k: v[0] for k, v in parse_qs(scope["query_string"].decode()).items()}
                 sandbox.users.append(headers.get(b"opendsec-user", b"").decode() or None)
@@ -493,6 +540,20 @@ class Server(sandbox_connect.SandboxService, image_connect.ImageService):
         record.end = sandbox_pb.End(
             reason=reason, domain=domain, detail="the node is gone", time=Timestamp.now()
         )
+
+    async def _asleep(self, sandbox: Sandbox) -> ConnectError | None:
+        record = sandbox.record
+        if record.state != sandbox_pb.State.PAUSED:
+            return None
+        if record.spec is None or not record.spec.auto_resume:
+            return fault("wrong_state", f"sandbox {record.id} is PAUSED", state=record.state)
+        await self._wake(sandbox)
+        return None
+
+    async def _wake(self, sandbox: Sandbox) -> None:
+        sandbox.record.state, sandbox.record.paused_at = sandbox_pb.State.RUNNING, None
+        for process in sandbox.processes.values():
+            await process.freeze(None)
 
     def _make(self, request: Any) -> sandbox_pb.Sandbox:
         spec = request.spec
@@ -533,6 +594,61 @@ class Server(sandbox_connect.SandboxService, image_connect.ImageService):
         return sandbox_pb.CreateSandboxesResponse(
             results=[sandbox_pb.CreateResult(result=r) for r in results]
         )
+
+    async def pause_sandbox(self, request: Any, ctx: Context) -> sandbox_pb.PauseSandboxResponse:
+        sandbox = self._alive(request.id)
+        if sandbox.record.state != sandbox_pb.State.PAUSED:
+            why = fault("wrong_state", f"sandbox {request.id} is PAUSED", state=sandbox_pb.State.PAUSED)
+            for process in sandbox.processes.values():
+                await process.freeze(why)
+            # What is recorded of it comes after its streams end.
+            sandbox.record.state, sandbox.record.paused_at = sandbox_pb.State.PAUSED, Timestamp.now()
+        return sandbox_pb.PauseSandboxResponse(sandbox=sandbox.record)
+
+    async def resume_sandbox(self, request: Any, ctx: Context) -> sandbox_pb.ResumeSandboxResponse:
+        sandbox = self._alive(request.id)
+        await self._wake(sandbox)
+        return sandbox_pb.ResumeSandboxResponse(sandbox=sandbox.record)
+
+    async def fork_sandbox(self, request: Any, ctx: Context) -> sandbox_pb.ForkSandboxResponse:
+        source = self._alive(request.id).record
+        assert source.spec is not None
+        if source.spec.backend == "container" and not request.files_only:
+            raise fault("unsupported", "container has no forks with memory", backends=["gvisor"])
+        made = self.forks.get(request.idempotency_key)
+        if made is None:
+            create = sandbox_pb.CreateSandboxRequest(project=source.project, spec=source.spec)
+            made = [Oneof("sandbox", self._make(create)) for _ in range(request.count)]
+            for child in made:
+                child.value.parent = source.id
+                shutil.copytree(self.root / source.id, self.root / child.value.id, dirs_exist_ok=True)
+            if not request.all_or_none:
+                info = sandbox_pb.ErrorInfo(kind="capacity", message="no room for the last")
+                made[-1] = Oneof("error", info)
+            self.forks[request.idempotency_key] = made
+        return sandbox_pb.ForkSandboxResponse(results=[sandbox_pb.CreateResult(result=r) for r in made])
+
+    async def create_snapshot(self, request: Any, ctx: Context) -> sandbox_pb.CreateSnapshotResponse:
+        spec = self._alive(request.id).record.spec
+        assert spec is not None
+        image = image_pb.Image(name=request.name, digest="sha256:5", size=7, kind="files")
+        if not request.files_only:
+            image.kind = "memory"
+            image.snapshot = image_pb.SnapshotInfo(
+                backend=spec.backend, virtualization="systrap", cpu_cores_limit=2, nodes=["n1"]
+            )
+        return sandbox_pb.CreateSnapshotResponse(image=image)
+
+    async def pack_diff(self, request: Any, ctx: Context) -> sandbox_pb.PackDiffResponse:
+        self._alive(request.id)
+        image = image_pb.Image(name=request.name, digest="sha256:6", size=8, kind="files")
+        return sandbox_pb.PackDiffResponse(image=image)
+
+    def _alive(self, name: str) -> Sandbox:
+        sandbox = self.sandbox(name)
+        if sandbox.record.end is not None:
+            raise fault("sandbox_ended", f"sandbox {name} has ended", end=sandbox.record.end)
+        return sandbox
 
     async def get_sandbox(self, request: Any, ctx: Context) -> sandbox_pb.GetSandboxResponse:
         return sandbox_pb.GetSandboxResponse(sandbox=self.sandbox(request.id).record)

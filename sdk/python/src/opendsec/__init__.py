@@ -17,9 +17,9 @@ All times are in seconds, all sizes in the unit of their name. All errors are
 """
 
 from ._args import DSecRunArgs
-from ._async.client import DSecClient, SandboxList
+from ._async.client import DSecClient
 from ._async.images import Images
-from ._async.sandbox import UNCHANGED, Sandbox
+from ._async.sandbox import UNCHANGED, Sandbox, SandboxList
 from ._async.shells import BackgroundShell
 from ._values import (
     Domain,
@@ -34,6 +34,7 @@ from ._values import (
     ShellChunk,
     ShellLogs,
     ShellResult,
+    SnapshotInfo,
 )
 from ._version import __version__
 from .errors import (
@@ -85,6 +86,7 @@ __all__ = [
     "ShellError",
     "ShellLogs",
     "ShellResult",
+    "SnapshotInfo",
     "TimeoutError",
     "UnauthenticatedError",
     "UnsupportedError",

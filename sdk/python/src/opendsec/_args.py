@@ -16,6 +16,7 @@ _LABEL_KEY = re.compile(r"[a-z0-9._/-]{1,63}")
 _HOSTNAME = re.compile(r"(?=.{1,63}\Z)[A-Za-z0-9]([A-Za-z0-9.-]*[A-Za-z0-9])?")
 _METADATA_BYTES = 16 * 1024
 _LABEL_VALUE_CHARS = 255
+_AMOUNTS = (("memory_limit_mb", 64, "MiB"), ("disk_limit_mb", 16, "MiB"), ("pids_limit", 16, "processes"))
 
 
 def invalid(field_name: str, message: str) -> InvalidArgumentError:
@@ -45,13 +46,15 @@ class DSecRunArgs:
         image: name of the image, ``project/name:tag``; the tag defaults to ``latest``.
         backend: ``gvisor``, ``container``, ``microvm``, ``sim`` (simulates, runs nothing), or
             ``auto`` for the strongest that the node can run.
-        cpu_cores_limit: CPU time in cores, at least 0.1.
-        memory_limit_mb: memory in MiB, at least 64.
+        cpu_cores_limit: CPU time in cores, at least 0.1; None for 1.
+        memory_limit_mb: memory in MiB, at least 64; None for 512.
         disk_limit_mb: MiB that may be written to the file system, at least 16; None for 10240.
-        pids_limit: processes and threads, at least 16; None for 1024.
+        pids_limit: processes and threads, at least 16; None for 1024. A snapshot with memory has
+            limits of its own: None takes them, for all four, and others are refused.
         ttl_running_stop: idle seconds after which ``on_idle`` happens; None for never. Idle is no
             running command, no open connection and no call.
         ttl_lifetime: seconds from creation after which it is stopped in any case; None for never.
+            Time in which it is paused does not count.
         network_rules: outbound traffic that is allowed, by preset (``pypi``), domain, CIDR, each with
             an optional port (``github.com:443``), or ``*``; False denies. None: nothing is.
         env: variables of every process, over those of the image.
@@ -67,8 +70,8 @@ class DSecRunArgs:
     image: str
     _: KW_ONLY
     backend: str = "auto"
-    cpu_cores_limit: float = 1
-    memory_limit_mb: int = 512
+    cpu_cores_limit: float | None = None
+    memory_limit_mb: int | None = None
     disk_limit_mb: int | None = None
     pids_limit: int | None = None
     ttl_running_stop: float | None = None
@@ -88,13 +91,12 @@ class DSecRunArgs:
         if not isinstance(self.backend, str) or not self.backend:
             raise invalid("backend", f"{self.backend!r} is not the name of a backend, such as 'gvisor'")
         cpu = self.cpu_cores_limit
-        if not _is_number(cpu) or not math.isfinite(cpu) or cpu < 0.1:
+        if cpu is not None and (not _is_number(cpu) or not math.isfinite(cpu) or cpu < 0.1):
             raise invalid("cpu_cores_limit", f"{cpu!r} is not a number of cores of at least 0.1")
-        _check_amount("memory_limit_mb", self.memory_limit_mb, 64, "MiB")
-        for name, unit in (("disk_limit_mb", "MiB"), ("pids_limit", "processes")):
+        for name, least, unit in _AMOUNTS:
             value = getattr(self, name)
             if value is not None:
-                _check_amount(name, value, 16, unit)
+                _check_amount(name, value, least, unit)
         seconds("ttl_running_stop", self.ttl_running_stop)
         seconds("ttl_lifetime", self.ttl_lifetime)
         for name in ("workdir", "user", "hostname"):

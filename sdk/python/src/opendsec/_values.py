@@ -20,6 +20,7 @@ __all__ = [
     "ShellChunk",
     "ShellLogs",
     "ShellResult",
+    "SnapshotInfo",
 ]
 
 
@@ -218,18 +219,51 @@ class FileInfo:
 
 
 @dataclass(frozen=True)
+class SnapshotInfo:
+    """What a snapshot with memory was taken of, and so what a node and a start must be like.
+
+    Attributes:
+        backend: the one that can start it.
+        virtualization: how that backend makes its machines, such as ``systrap``.
+        runtime: version of the kernel or monitor, with its patches.
+        kernel: the host's where it was taken; for information.
+        cpu_features: those that a node must have.
+        agent: the agent in it.
+        cpu_cores_limit: of its machine in cores; a start has it too, like the following.
+        memory_limit_mb: MiB of memory.
+        disk_limit_mb: MiB that may be written to the file system.
+        pids_limit: processes and threads.
+        nodes: those that have it; it starts on these only.
+    """
+
+    backend: str
+    virtualization: str = ""
+    runtime: str = ""
+    kernel: str = ""
+    cpu_features: tuple[str, ...] = field(default=(), repr=False)
+    agent: str = field(default="", repr=False)
+    cpu_cores_limit: float = 0
+    memory_limit_mb: int = 0
+    disk_limit_mb: int = 0
+    pids_limit: int = 0
+    nodes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
 class Image:
     """A named image.
 
     Attributes:
         name: ``project/name:tag``.
         digest: of its content, ``sha256:…``.
-        kind: ``oci`` for a plain image.
+        kind: ``oci`` for a plain image, ``files`` for one made of a sandbox's files, ``memory`` for a
+            snapshot with memory, which runs on one backend only.
         size: of the artifact on a node, in bytes.
         created_at: when the name was given, in UTC.
         source: where it came from, without credentials.
         architecture: such as ``amd64``.
         labels: those of its configuration.
+        snapshot: what a start of it needs; None unless ``kind`` is ``memory``.
     """
 
     name: str
@@ -240,6 +274,7 @@ class Image:
     source: str = ""
     architecture: str = ""
     labels: Mapping[str, str] = field(default_factory=dict, repr=False)
+    snapshot: SnapshotInfo | None = field(default=None, repr=False)
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from . import errors
 from ._args import DSecRunArgs
 from ._gen.filesystem import filesystem_pb
 from ._gen.opendsec.v1 import image_pb, sandbox_pb
-from ._values import Domain, End, FileInfo, FileType, Image, Metrics, Progress, SandboxState
+from ._values import Domain, End, FileInfo, FileType, Image, Metrics, Progress, SandboxState, SnapshotInfo
 
 _ERROR_INFO = "opendsec.v1.ErrorInfo"
 
@@ -93,8 +93,8 @@ def spec(args: DSecRunArgs) -> sandbox_pb.SandboxSpec:
     return sandbox_pb.SandboxSpec(
         image=args.image,
         backend=args.backend,
-        cpu_cores_limit=float(args.cpu_cores_limit),
-        memory_limit_mb=args.memory_limit_mb,
+        cpu_cores_limit=float(args.cpu_cores_limit or 0),  # 0 means the default
+        memory_limit_mb=args.memory_limit_mb or 0,
         disk_limit_mb=args.disk_limit_mb or 0,
         pids_limit=args.pids_limit or 0,
         ttl_running_stop=duration(args.ttl_running_stop),
@@ -163,6 +163,26 @@ def image(value: image_pb.Image) -> Image:
         source=value.source,
         architecture=value.architecture,
         labels=dict(value.config.labels) if value.config is not None else {},
+        snapshot=snapshot_info(value.snapshot),
+    )
+
+
+def snapshot_info(value: image_pb.SnapshotInfo | None) -> SnapshotInfo | None:
+    """Return what a snapshot with memory was taken of; None for a plain image."""
+    if value is None:
+        return None
+    return SnapshotInfo(
+        backend=value.backend,
+        virtualization=value.virtualization,
+        runtime=value.runtime,
+        kernel=value.kernel,
+        cpu_features=tuple(value.cpu_features),
+        agent=value.agent,
+        cpu_cores_limit=value.cpu_cores_limit,
+        memory_limit_mb=value.memory_limit_mb,
+        disk_limit_mb=value.disk_limit_mb,
+        pids_limit=value.pids_limit,
+        nodes=tuple(value.nodes),
     )
 
 
@@ -222,6 +242,12 @@ def never_sent(err: ConnectError) -> bool:
     return isinstance(err.__cause__, builtins.ConnectionError)
 
 
+def paused(err: ConnectError) -> bool:
+    """Report whether err says that the sandbox is paused."""
+    info = _info(err)
+    return info is not None and info.kind == "wrong_state" and info.state == sandbox_pb.State.PAUSED
+
+
 def distrusted(err: ConnectError) -> bool:
     """Report whether the server's certificate was refused, which no further attempt changes."""
     return err.__cause__ is not None and "certificate" in str(err.__cause__).lower()
@@ -247,8 +273,11 @@ def error(err: ConnectError, where: str = "") -> errors.DSecError:
 def error_from_info(info: sandbox_pb.ErrorInfo, message: str = "") -> errors.DSecError:
     """Turn the detail that each of the API's errors carries into an error."""
     kind = _KINDS.get(info.kind, errors.DSecError)
+    text = _one_line(message or info.message or info.kind)
+    if kind is errors.WrongStateError and info.state == sandbox_pb.State.PAUSED and "resume" not in text:
+        text += "; resume it first"
     out = kind(
-        _one_line(message or info.message or info.kind),
+        text,
         request_id=info.request_id or None,
         domain=_DOMAINS.get(int(info.domain)),
         retryable=info.retryable,

@@ -32,15 +32,16 @@ from . import (
     ShellError,
     ShellLogs,
     ShellResult,
+    SnapshotInfo,
     TimeoutError,
     UnauthenticatedError,
     UnsupportedError,
     WrongStateError,
     __version__,
 )
-from ._sync.client import DSecClient, SandboxList
+from ._sync.client import DSecClient
 from ._sync.images import Images
-from ._sync.sandbox import Sandbox
+from ._sync.sandbox import Sandbox, SandboxList
 from ._sync.shells import BackgroundShell
 
 __all__ = [
@@ -74,6 +75,7 @@ __all__ = [
     "ShellError",
     "ShellLogs",
     "ShellResult",
+    "SnapshotInfo",
     "TimeoutError",
     "UnauthenticatedError",
     "UnsupportedError",

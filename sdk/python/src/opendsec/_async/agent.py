@@ -6,6 +6,7 @@ once for each sandbox, so that a command costs no setup.
 
 from __future__ import annotations
 
+import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from typing import Any, TypeVar
@@ -23,8 +24,9 @@ from .._gen.filesystem.filesystem_connect import FilesystemClient
 from .._gen.opendsec.v1 import sandbox_pb
 from .._gen.opendsec.v1.sandbox_connect import SandboxServiceClient
 from .._gen.process.process_connect import ProcessClient
-from ..errors import ConnectionError, DSecError, SandboxEndedError, UnauthenticatedError
-from ._concurrent import next_within, reraise_cancelled
+from .._values import Domain, SandboxState
+from ..errors import ConnectionError, DSecError, SandboxEndedError, UnauthenticatedError, WrongStateError
+from ._concurrent import next_within, reraise_cancelled, sleep
 from .connection import Connection, Unary
 
 REQ = TypeVar("REQ")
@@ -32,6 +34,11 @@ T = TypeVar("T")
 
 # Milliseconds to find out whether a sandbox that does not answer has ended.
 _ASK_MS = 5000
+
+# Seconds between looks at a sandbox that is paused: at first, and at most. A
+# look does not wake it.
+_FIRST_LOOK = 0.05
+_LOOK = 1.0
 
 
 class Agent:
@@ -76,12 +83,38 @@ class Agent:
         except (ConnectionError, UnauthenticatedError) as err:
             raise await self._why(err) from err
 
+    async def running(self, until: float | None = None) -> bool:
+        """Wait until the sandbox, which was found paused, runs again.
+
+        Args:
+            until: when to give up, by ``time.monotonic``; None for never.
+
+        Returns:
+            False when it was given up.
+
+        Raises:
+            SandboxEndedError: it has ended.
+        """
+        wait = _FIRST_LOOK
+        while until is None or time.monotonic() < until:
+            # The first look waits too: what the API knows of a pause may come a moment after it.
+            await sleep(wait if until is None else max(0.0, min(wait, until - time.monotonic())))
+            wait = min(_LOOK, wait * 1.5)
+            request = sandbox_pb.GetSandboxRequest(id=self.id)
+            answer = await self.conn.call(self._api.get_sandbox, request)
+            record = answer.sandbox or sandbox_pb.Sandbox()
+            if record.end is not None:
+                raise self._ended(record.end)
+            if record.state == sandbox_pb.State.RUNNING:
+                return True
+        return False
+
     async def failed(self, err: ConnectError) -> DSecError:
         """Return what a failed call is to raise."""
         return await self._why(self.conn.error(err))
 
     async def _why(self, err: DSecError) -> DSecError:
-        """Return err, or that the sandbox has ended if that is why it does not answer."""
+        """Return err, or that the sandbox has ended or is paused if that is why it does not answer."""
         if isinstance(err, UnauthenticatedError) and err.request_id is None:
             # The token was good, or the call had not got to the agent; it is the user it does not know.
             return invalid("user", err.message)
@@ -94,14 +127,21 @@ class Agent:
         except ConnectError as why:
             reraise_cancelled(why)
             return err
-        end = _wire.end(answer.sandbox.end) if answer.sandbox is not None else None
-        if end is None:
-            return err
-        ended = SandboxEndedError(
-            f"sandbox {self.id} has ended: {end.detail or end.reason}", domain=end.domain
-        )
-        ended.end = end
-        return ended
+        record = answer.sandbox or sandbox_pb.Sandbox()
+        if record.end is not None:
+            return self._ended(record.end)
+        if record.state == sandbox_pb.State.PAUSED:
+            paused = WrongStateError(f"sandbox {self.id} is paused; resume it first", domain=Domain.USER)
+            paused.state = SandboxState.PAUSED
+            return paused
+        return err
+
+    def _ended(self, record: sandbox_pb.End) -> SandboxEndedError:
+        end = _wire.end(record)
+        err = SandboxEndedError(f"sandbox {self.id} has ended: {record.detail or record.reason}")
+        if end is not None:
+            err.domain, err.end = end.domain, end
+        return err
 
     async def transfer(
         self,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import builtins
 import os
-import uuid
 from collections.abc import AsyncIterator, Iterable, Mapping
 from types import TracebackType
 
@@ -17,20 +16,9 @@ from .._values import SandboxState
 from ..errors import DSecError
 from .connection import Connection
 from .images import Images
-from .sandbox import Sandbox, warn
+from .sandbox import Sandbox, SandboxList, check_count, key, together, warn
 
-_MOST = 100  # sandboxes in one call
 _PAGE = 200  # sandboxes in one answer of a list
-
-
-class SandboxList(builtins.list[Sandbox]):
-    """Sandboxes made together.
-
-    Attributes:
-        errors: why the others were not made; empty unless ``all_or_none=False`` was given.
-    """
-
-    errors: builtins.list[DSecError]
 
 
 class DSecClient:
@@ -108,7 +96,7 @@ class DSecClient:
             QuotaExceededError, CapacityError: the project, or the nodes, have no room.
         """
         request = sandbox_pb.CreateSandboxRequest(
-            project=self.project, spec=_spec(args), idempotency_key=_key(idempotency_key)
+            project=self.project, spec=_spec(args), idempotency_key=key(idempotency_key)
         )
         answer = await self._conn.call(self._api.create_sandbox, request)
         sandbox = self._sandbox(answer.sandbox)
@@ -134,29 +122,16 @@ class DSecClient:
         Raises:
             the errors of ``run_sandbox``; with ``all_or_none=False`` only when none was made.
         """
-        if isinstance(count, bool) or not isinstance(count, int) or not 1 <= count <= _MOST:
-            raise invalid("count", f"{count!r} is not a whole number from 1 to {_MOST}")
         request = sandbox_pb.CreateSandboxesRequest(
             project=self.project,
             spec=_spec(args),
-            count=count,
+            count=check_count(count),
             all_or_none=all_or_none,
-            idempotency_key=_key(idempotency_key),
+            idempotency_key=key(idempotency_key),
         )
         answer = await self._conn.call(self._api.create_sandboxes, request)
-        made = SandboxList()
-        made.errors = []
-        for item in answer.results:
-            if item.result is None:
-                continue
-            if item.result.field == "sandbox":
-                made.append(self._sandbox(item.result.value))
-            else:
-                made.errors.append(_wire.error_from_info(item.result.value))
-        if made.errors and not made:
-            raise made.errors[0]
-        if made:
-            warn(made[0], 2)
+        made = together(self._conn, self._api, answer.results)
+        warn(made[0], 2)
         return made
 
     async def get(self, sandbox_id: str) -> Sandbox:
@@ -218,11 +193,3 @@ def _spec(args: DSecRunArgs) -> sandbox_pb.SandboxSpec:
     if not isinstance(args, DSecRunArgs):
         raise invalid("args", f"{type(args).__name__} is not DSecRunArgs")
     return _wire.spec(args)
-
-
-def _key(key: str | None) -> str:
-    if key is None:
-        return uuid.uuid4().hex
-    if not isinstance(key, str) or not 1 <= len(key) <= 128:
-        raise invalid("idempotency_key", f"{key!r} is not a text of 1 to 128 characters")
-    return key

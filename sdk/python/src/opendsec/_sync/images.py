@@ -41,14 +41,14 @@ class Images:
         Raises:
             NotFoundError: there is none, or it is not to be seen from here.
         """
-        answer = self._conn.call(self._api.get_image, image_pb.GetImageRequest(name=_name(name)))
-        return _image(answer.image, name)
+        answer = self._conn.call(self._api.get_image, image_pb.GetImageRequest(name=image_name(name)))
+        return image_of(answer.image, name)
 
     def tag(self, name: str, new_name: str) -> Image:
         """Give an image a further name and return it under that."""
-        request = image_pb.TagImageRequest(name=_name(name), new_name=_name(new_name, "new_name"))
+        request = image_pb.TagImageRequest(name=image_name(name), new_name=image_name(new_name, "new_name"))
         answer = self._conn.call(self._api.tag_image, request)
-        return _image(answer.image, new_name)
+        return image_of(answer.image, new_name)
 
     def delete(self, name: str) -> None:
         """Take a name away. The content goes with its last name, once no sandbox uses it.
@@ -57,7 +57,7 @@ class Images:
             NotFoundError: there is no such name.
         """
         self._conn.call(
-            self._api.delete_image, image_pb.DeleteImageRequest(name=_name(name)), once=True
+            self._api.delete_image, image_pb.DeleteImageRequest(name=image_name(name)), once=True
         )
 
     def import_image(
@@ -89,7 +89,7 @@ class Images:
             auth = image_pb.RegistryAuth(username=username or "", password=password or "")
         request = image_pb.ImportImageRequest(
             source=source,
-            name=_name(name),
+            name=image_name(name),
             auth=auth,
             ca_pem=ca,
             insecure=insecure,
@@ -113,7 +113,7 @@ class Images:
             progress: called as it goes on.
         """
         request = image_pb.BootstrapImageRequest(
-            distribution=distribution, name=_name(name), packages=builtins.list(packages)
+            distribution=distribution, name=image_name(name), packages=builtins.list(packages)
         )
         return self._follow(
             self._api.bootstrap_image(request, headers=self._conn.headers), name, progress
@@ -138,13 +138,15 @@ class Images:
         return made
 
 
-def _name(name: str, field: str = "name") -> str:
+def image_name(name: str, field: str = "name") -> str:
+    """Check an image's name."""
     if not isinstance(name, str) or not name:
         raise invalid(field, f"{name!r} is not an image name; give project/name:tag")
     return name
 
 
-def _image(image: image_pb.Image | None, name: str) -> Image:
+def image_of(image: image_pb.Image | None, name: str) -> Image:
+    """Return an image of an answer, which must hold one."""
     if image is None:
         raise DSecError(f"the server said nothing about image {name}")
     return _wire.image(image)

@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import uuid
 import warnings
+from collections.abc import Iterable
 from datetime import datetime
 from types import TracebackType
 from typing import Final
@@ -12,11 +14,12 @@ from .. import _wire
 from .._args import invalid, seconds
 from .._gen.opendsec.v1 import sandbox_pb
 from .._gen.opendsec.v1.sandbox_connect import SandboxServiceClientSync
-from .._values import End, Metrics, SandboxState
+from .._values import End, Image, Metrics, SandboxState
 from ..errors import DSecError, DSecWarning, NotFoundError, SandboxEndedError
 from .agent import Agent
 from .connection import Connection
 from .files import Files
+from .images import image_name, image_of
 from .shells import Shells
 
 
@@ -28,6 +31,8 @@ class _Unchanged:
 
 
 UNCHANGED: Final = _Unchanged()
+
+_MOST = 100  # sandboxes in one call
 
 
 class Sandbox(Shells, Files):
@@ -50,6 +55,8 @@ class Sandbox(Shells, Files):
         node: the machine it is on.
         end: how it ended; None while it lives.
         warnings: what its caller should know, such as a network rule that is not in force.
+        parent: id of the sandbox that it was forked from; None for none.
+        paused_at: when it was paused, in UTC; None while it is not.
     """
 
     id: str
@@ -65,6 +72,8 @@ class Sandbox(Shells, Files):
     node: str
     end: End | None
     warnings: tuple[str, ...]
+    parent: str | None
+    paused_at: datetime | None
 
     def __init__(self, conn: Connection, api: SandboxServiceClientSync, record: sandbox_pb.Sandbox) -> None:
         self._conn = conn
@@ -87,6 +96,8 @@ class Sandbox(Shells, Files):
         self.node = record.node
         self.end = _wire.end(record.end)
         self.warnings = tuple(record.warnings)
+        self.parent = record.parent or None
+        self.paused_at = _wire.moment(record.paused_at)
 
     def __repr__(self) -> str:
         return f"Sandbox({self.id}, {self.backend}, {self.state})"
@@ -123,6 +134,117 @@ class Sandbox(Shells, Files):
         self.end = self.end or end
         if self.state.alive:
             self.state = SandboxState.STOPPED
+
+    def pause(self) -> None:
+        """Stop all that runs in the sandbox and keep it, until ``resume``.
+
+        On ``gvisor`` its memory goes to the disk and it holds neither processors
+        nor memory; on ``container`` it is frozen as it is. Time in which it is
+        paused counts to no deadline. A command goes on where it was after the
+        resume, and a ``run_shell`` that waits for it waits on. May be repeated;
+        one that fails leaves the sandbox running.
+
+        Raises:
+            UnsupportedError: its backend cannot; ``backends`` are those that can.
+            QuotaExceededError, CapacityError: there is no room on the disk for its memory.
+            SandboxEndedError: it has ended.
+        """
+        request = sandbox_pb.PauseSandboxRequest(id=self.id)
+        answer = self._conn.call(self._api.pause_sandbox, request)
+        if answer.sandbox is not None:
+            self._take(answer.sandbox)
+
+    def resume(self) -> None:
+        """Let a paused sandbox go on where it was, and return when it can run commands.
+
+        May be repeated; one that fails leaves the sandbox paused.
+
+        Raises:
+            QuotaExceededError, CapacityError: the project, or its node, has no room for it now.
+            SandboxEndedError: it has ended.
+        """
+        request = sandbox_pb.ResumeSandboxRequest(id=self.id)
+        answer = self._conn.call(self._api.resume_sandbox, request)
+        if answer.sandbox is not None:
+            self._take(answer.sandbox)
+
+    def fork(
+        self,
+        count: int = 1,
+        memory: bool = True,
+        *,
+        all_or_none: bool = True,
+        idempotency_key: str | None = None,
+    ) -> SandboxList:
+        """Make copies of the sandbox with its memory, files and processes; each goes its own way from there.
+
+        The sandbox, running or paused, stands still only while its state is
+        captured. Image, limits, network rules and labels of a copy are those of
+        the sandbox; its id, host name, machine id and random numbers are its own.
+
+        Args:
+            count: how many, 1 to 100.
+            memory: False for copies of the files only, in which nothing runs yet.
+            all_or_none: whether one failure undoes them all and raises. With False the result holds
+                those that were made, and the reasons for the others in its ``errors``.
+            idempotency_key: a call repeated with the same key within a day returns the sandboxes that
+                the first made. None takes a fresh one.
+
+        Raises:
+            UnsupportedError: its backend cannot; ``backends`` are those that can.
+            QuotaExceededError, CapacityError: the project, or the node, has no room.
+            SandboxEndedError: it has ended.
+            DSecError: with ``all_or_none=False`` only when none was made.
+        """
+        request = sandbox_pb.ForkSandboxRequest(
+            id=self.id,
+            count=check_count(count),
+            files_only=not check_flag("memory", memory),
+            all_or_none=check_flag("all_or_none", all_or_none),
+            idempotency_key=key(idempotency_key),
+        )
+        answer = self._conn.call(self._api.fork_sandbox, request)
+        made = together(self._conn, self._api, answer.results)
+        warn(made[0], 2)
+        return made
+
+    def create_snapshot(self, name: str, memory: bool = True) -> Image:
+        """Make an image of the sandbox that others can start from.
+
+        The sandbox stands still only while its state is captured. The image is
+        visible once it is whole, and goes with ``images.delete``. Sandboxes of
+        one with memory begin in the middle, with its processes and limits; they
+        start only on a node like the one it was taken on.
+
+        Args:
+            name: ``project/name:tag``; taken from another image if need be.
+            memory: False for the files only, which starts on every backend.
+
+        Raises:
+            UnsupportedError: its backend cannot; ``backends`` are those that can.
+            QuotaExceededError, CapacityError: there is no room on the disk.
+            SandboxEndedError: it has ended.
+        """
+        request = sandbox_pb.CreateSnapshotRequest(
+            id=self.id, name=image_name(name), files_only=not check_flag("memory", memory)
+        )
+        answer = self._conn.call(self._api.create_snapshot, request)
+        return image_of(answer.image, name)
+
+    def pack_diff(self, name: str) -> Image:
+        """Make an image of the sandbox's image and the files that were changed since, for every backend.
+
+        Args:
+            name: ``project/name:tag``; taken from another image if need be.
+
+        Raises:
+            UnsupportedError: its backend cannot; ``backends`` are those that can.
+            QuotaExceededError, CapacityError: there is no room on the disk.
+            SandboxEndedError: it has ended.
+        """
+        request = sandbox_pb.PackDiffRequest(id=self.id, name=image_name(name))
+        answer = self._conn.call(self._api.pack_diff, request)
+        return image_of(answer.image, name)
 
     def set_ttl(
         self,
@@ -172,6 +294,57 @@ class Sandbox(Shells, Files):
         if answer.metrics is None:
             raise DSecError(f"the server said nothing about what sandbox {self.id} uses")
         return _wire.metrics(answer.metrics)
+
+
+class SandboxList(list[Sandbox]):
+    """Sandboxes made together.
+
+    Attributes:
+        errors: why the others were not made; empty unless ``all_or_none=False`` was given.
+    """
+
+    errors: list[DSecError]
+
+
+def together(
+    conn: Connection, api: SandboxServiceClientSync, results: Iterable[sandbox_pb.CreateResult]
+) -> SandboxList:
+    """Return sandboxes that were made together; raise when none was."""
+    made = SandboxList()
+    made.errors = []
+    for item in results:
+        if item.result is None:
+            continue
+        if item.result.field == "sandbox":
+            made.append(Sandbox(conn, api, item.result.value))
+        else:
+            made.errors.append(_wire.error_from_info(item.result.value))
+    if not made:
+        raise made.errors[0] if made.errors else DSecError("the server's answer holds no sandbox")
+    return made
+
+
+def check_count(count: int) -> int:
+    """Check how many sandboxes are wanted."""
+    if isinstance(count, bool) or not isinstance(count, int) or not 1 <= count <= _MOST:
+        raise invalid("count", f"{count!r} is not a whole number from 1 to {_MOST}")
+    return count
+
+
+def check_flag(field: str, value: bool) -> bool:
+    """Check an argument that is True or False."""
+    if not isinstance(value, bool):
+        raise invalid(field, f"{value!r} is neither True nor False")
+    return value
+
+
+def key(given: str | None) -> str:
+    """Return the idempotency key of a call: the caller's, or a fresh one."""
+    if given is None:
+        return uuid.uuid4().hex
+    if not isinstance(given, str) or not 1 <= len(given) <= 128:
+        raise invalid("idempotency_key", f"{given!r} is not a text of 1 to 128 characters")
+    return given
 
 
 def warn(sandbox: Sandbox, stacklevel: int) -> None:

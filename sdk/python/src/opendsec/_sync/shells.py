@@ -3,7 +3,8 @@
 
 A command has a tag by which the sandbox's agent keeps its output and its end
 for a while. So a connection that breaks ends nothing: the rest is read over a
-new one, from the byte where the old one stopped.
+new one, from the byte where the old one stopped. A pause of the sandbox is the
+same with a longer wait.
 """
 
 from __future__ import annotations
@@ -23,8 +24,16 @@ from .._args import check_env, invalid, seconds
 from .._gen.agent.v1 import agent_pb
 from .._gen.process import process_pb
 from .._output import TIMED_OUT, Callback, Ending, Output, TextStream
-from .._values import ShellBytesResult, ShellChunk, ShellLogs, ShellResult
-from ..errors import ConnectionError, DSecError, NotFoundError, SandboxEndedError, ShellError, TimeoutError
+from .._values import SandboxState, ShellBytesResult, ShellChunk, ShellLogs, ShellResult
+from ..errors import (
+    ConnectionError,
+    DSecError,
+    NotFoundError,
+    SandboxEndedError,
+    ShellError,
+    TimeoutError,
+    WrongStateError,
+)
 from ._concurrent import Side, call, closing, last_words, next_within, reraise_cancelled, sleep
 from .agent import Agent
 from .connection import PAUSES
@@ -40,6 +49,10 @@ _INPUT = 256 * 1024
 
 class Follow:
     """One command's output to its end, over as many connections as it takes.
+
+    A sandbox that is paused meanwhile is waited for. The time of a command that
+    is started here is kept in the sandbox, where it stands still in a pause; that
+    of one that was found is how long to wait for it, pauses included.
 
     Attributes:
         pid: its process id inside the sandbox; 0 until it is known.
@@ -67,6 +80,8 @@ class Follow:
         self._held = held  # only what the agent holds now
         self._at = {"stdout": 0, "stderr": 0}
         self._read = False
+        self._started = False  # here
+        self._heard = time.monotonic()  # of it last
 
     def events(self, start: process_pb.StartRequest | None = None) -> Iterator[tuple[str, bytes]]:
         """Start the command, or find it, and yield the name of a stream and bytes, again and again.
@@ -74,13 +89,16 @@ class Follow:
         Yields an empty piece once the command is known to run. When its time
         ran out ``ending`` is TIMED_OUT.
         """
+        self._started = start is not None
         source = self._start(start) if start is not None else self._attach()
         pauses = iter(PAUSES)
+        broke: ConnectError | None = None
         while True:
             try:
                 with closing(source) as pieces:
                     for piece in pieces:
                         self._read = True
+                        self._heard = time.monotonic()
                         yield piece
                 if self.ending is not None or self._held:
                     return
@@ -90,6 +108,13 @@ class Follow:
                 if self._timeout is not None and err.code is Code.DEADLINE_EXCEEDED and err.__cause__ is None:
                     self.ending = TIMED_OUT
                     return
+                if _wire.paused(err) and (self.pid != 0 or broke is not None) and not self._held:
+                    if not self._sit_out():
+                        self.ending = TIMED_OUT
+                        return
+                    broke = err
+                    source = self._attach(broke)
+                    continue
                 if not _wire.unreachable(err):
                     raise self._agent.failed(err) from err
                 broke = err
@@ -102,6 +127,17 @@ class Follow:
             sleep(pause)
             again = start is not None and self.pid == 0 and _wire.never_sent(broke)
             source = self._start(start) if start is not None and again else self._attach(broke)
+
+    def _sit_out(self) -> bool:
+        """Wait until the paused sandbox runs again; False when the time ran out first."""
+        if not self._started:
+            return self._agent.running(self._until)
+        self._agent.running()
+        if self._until is not None:
+            # It stood still since some moment after it was heard of last.
+            self._until += time.monotonic() - self._heard
+        self._heard = time.monotonic()
+        return True
 
     def _start(self, request: process_pb.StartRequest) -> Iterator[tuple[str, bytes]]:
         stream = self._agent.process.start(request, headers=self._agent.headers(self._user, self._left()))
@@ -136,7 +172,9 @@ class Follow:
             stderr_offset=self._at["stderr"],
             no_follow=self._held,
         )
-        stream = self._agent.agent.attach(request, headers=self._agent.headers(self._user, self._left()))
+        # A command of our own is ended by its sandbox when its time has run out.
+        limit = None if self._started else self._left()
+        stream = self._agent.agent.attach(request, headers=self._agent.headers(self._user, limit))
         with closing(stream) as answers:
             while True:
                 try:
@@ -161,6 +199,8 @@ class Follow:
                 elif event.field == "end":
                     end = event.value
                     self.ending = Ending(end.exit_code, end.signal or None, end.timed_out)
+                    if end.timed_out and self._started:
+                        self.ending = TIMED_OUT
                 else:
                     data = event.value.data
                     self._at[event.field] = event.value.offset + len(data)
@@ -215,12 +255,15 @@ class BackgroundShell:
     def wait(self, timeout: float | None = None) -> ShellResult:
         """Wait until the command ends and return its result with the output from its beginning.
 
+        If the sandbox is paused meanwhile it is waited for.
+
         Args:
-            timeout: seconds to wait; the command goes on when they have passed.
+            timeout: seconds to wait, pauses included; the command goes on when they have passed.
 
         Raises:
-            TimeoutError: it still runs; ``result`` holds its output so far.
+            TimeoutError: it still runs, or is paused; ``result`` holds its output so far.
             NotFoundError: it ended more than 30 minutes ago.
+            WrongStateError: the sandbox is paused already; ``resume`` it first.
             SandboxEndedError: the sandbox ended first.
         """
         began = time.monotonic()
@@ -238,7 +281,14 @@ class BackgroundShell:
         return result
 
     def output(self) -> Iterator[ShellChunk]:
-        """Yield its output, from the beginning as far as it is held, until it ends."""
+        """Yield its output, from the beginning as far as it is held, until it ends.
+
+        If the sandbox is paused meanwhile it is waited for.
+
+        Raises:
+            WrongStateError: the sandbox is paused already; ``resume`` it first.
+            SandboxEndedError: the sandbox ended first.
+        """
         texts = {"stdout": TextStream(), "stderr": TextStream()}
         with closing(Follow(self._agent, self.id).events()) as pieces:
             for stream, data in pieces:
@@ -282,7 +332,8 @@ class BackgroundShell:
 
         Raises:
             NotFoundError: the command has ended.
-            WrongStateError: its standard input is closed.
+            WrongStateError: its standard input is closed, or the sandbox is paused; when it was paused
+                in the middle it is not known how much arrived.
         """
         _send(self._agent, self.id, _input(data))
 
@@ -315,11 +366,13 @@ class Shells:
         out is killed with all its children; its result has ``timed_out`` and
         the output until then. If the caller goes away (it is interrupted,
         a callback raises) the command is killed as well. A connection that
-        breaks is taken up again without a gap where that is possible.
+        breaks is taken up again without a gap where that is possible. If the
+        sandbox is paused while the command runs, the call waits until it runs
+        again and reads on where it was.
 
         Args:
             cmd: a line for ``bash -c``, or for ``sh -c`` in an image without bash.
-            timeout: seconds; None for no limit.
+            timeout: seconds, not counting those in which the sandbox is paused; None for no limit.
             cwd: directory to run in; None for the sandbox's.
             env: variables besides those of the sandbox.
             user: name or number of the user; None for the sandbox's.
@@ -331,8 +384,10 @@ class Shells:
             ShellError: with check, the exit code is not 0; ``result`` is its result.
             TimeoutError: with check, its time ran out; ``result`` is its result.
             InvalidArgumentError: ``cwd`` or ``user`` does not exist.
+            WrongStateError: the sandbox is paused (``state``); ``resume`` it first.
             SandboxEndedError: the sandbox ended, or had ended before.
-            ConnectionError: the connection broke and the command's end is unknown.
+            ConnectionError: the connection broke and the command's end is unknown, or the sandbox
+                was paused before the command had all of its ``stdin``.
         """
         result = self._run(cmd, timeout, cwd, env, user, stdin, on_stdout, on_stderr)
         return _checked(cmd, timeout, result.text(), check)
@@ -436,6 +491,7 @@ class _Feed:
 
     def __init__(self, agent: Agent, tag: str, content: bytes) -> None:
         self.error: DSecError | None = None
+        self._agent = agent
         self._shell = BackgroundShell(agent, tag, 0)
         self._content = content
         self._side = Side(self._feed)
@@ -448,8 +504,21 @@ class _Feed:
             # It is not known how much arrived; no result may come of that.
             self.error = err
             last_words(self._shell.kill)
+        except WrongStateError as err:
+            if err.state is SandboxState.PAUSED:
+                self._cut(err)
         except DSecError:
             return  # it ended, or closed its input itself
+
+    def _cut(self, err: WrongStateError) -> None:
+        """End a command that lost a part of its input to a pause."""
+        self.error = ConnectionError(
+            f"sandbox {self._agent.id} was paused before the command had all of its stdin; it is not known "
+            "how much arrived; write long input to a file"
+        )
+        self.error.__cause__ = err
+        self._agent.running()
+        self._shell.kill()
 
     def finish(self) -> None:
         self._side.finish()
