@@ -2,7 +2,8 @@
 // sandbox. The gvisor backend starts it with flags of gVisor's own "runsc
 // boot"; it is of no use by hand. It differs from runsc in two things that make
 // it start sooner: its seccomp program is compiled ahead, and it collects no
-// garbage before it has some. Its version, which a snapshot must share with the
+// garbage before it has some. It gives memory back soon after a snapshot, which
+// makes much garbage at once. Its version, which a snapshot must share with the
 // sentry that it is restored in, names gVisor's module.
 //
 // It must be built without cgo: it runs itself again inside an empty root.
@@ -12,7 +13,8 @@ import (
 	"math"
 	"runtime"
 	"runtime/debug"
-
+	"runtime/metrics"
+	"time"
 	_ "unsafe" // for go:linkname
 
 	"github.com/google/subcommands"
@@ -26,6 +28,7 @@ import (
 
 func main() {
 	delayGC()
+	go tidy() // as long as the process
 	filters.Register()
 	runtimeVersion = fullVersion(runtimeVersion)
 	cli.Run(&gvisorbinaries.GvisorSentry, map[util.SubCommand]string{
@@ -52,6 +55,29 @@ func delayGC() {
 		debug.SetGCPercent(usualGC)
 		debug.SetMemoryLimit(noLimit)
 	}, struct{}{})
+}
+
+// How often tidy looks, and from how many bytes on it does something.
+const (
+	tidyEvery = 10 * time.Second
+	tidyFrom  = 16 << 20
+)
+
+// tidy gives the host memory back that is garbage or free. A sentry that is
+// idle would keep it for ever: the runtime collects when there is more to do.
+func tidy() {
+	samples := []metrics.Sample{
+		{Name: "/memory/classes/heap/objects:bytes"}, // live and garbage
+		{Name: "/memory/classes/heap/free:bytes"},
+		{Name: "/gc/heap/live:bytes"}, // after the last collection
+	}
+	for range time.Tick(tidyEvery) {
+		metrics.Read(samples)
+		have := samples[0].Value.Uint64() + samples[1].Value.Uint64()
+		if have > samples[2].Value.Uint64()+tidyFrom {
+			debug.FreeOSMemory()
+		}
+	}
 }
 
 // revision is part of the version. It changes when the sentry does so that it

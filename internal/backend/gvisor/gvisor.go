@@ -73,6 +73,7 @@ type Backend struct {
 	// booted has sentries that have not begun anything, for snapshots.
 	booted  *pool
 	version runtimeVersion
+	work    *workers
 
 	sweepOnce sync.Once
 
@@ -110,7 +111,7 @@ func New(o Options) (*Backend, error) {
 	if err != nil {
 		return nil, fmt.Errorf("gvisor backend: configure the sentry: %w", err)
 	}
-	b := &Backend{log: o.Log, opts: o, conf: conf, live: map[string]sandbox.ID{}}
+	b := &Backend{log: o.Log, opts: o, conf: conf, work: newWorkers(), live: map[string]sandbox.ID{}}
 	b.pool = newPool(o.Log, o.Pool, b.prepare, b.dismiss)
 	b.booted = newPool(o.Log, o.Pool, func(ctx context.Context, k key) (*sentry, error) { return b.lend(ctx, k, b.hold) }, b.dismiss)
 	return b, nil
@@ -163,6 +164,9 @@ func (b *Backend) Create(ctx context.Context, cfg backend.Config) (_ backend.Ins
 	}
 	if err := s.group.SetLimits(sandbox.Limits{CPU: cfg.Limits.CPU}); err != nil {
 		return nil, err
+	}
+	if cfg.From != nil {
+		b.settle(s)
 	}
 	if s.lent {
 		b.opts.Slots.Hand(s.Slot)
@@ -286,5 +290,6 @@ func (b *Backend) Forget(erofs string) {
 
 // Close ends the machines that are held ready.
 func (b *Backend) Close() error {
+	b.work.stop()
 	return errors.Join(b.pool.close(), b.booted.close(), cgroup.RemoveParent(b.opts.Prefix))
 }

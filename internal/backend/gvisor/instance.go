@@ -88,6 +88,7 @@ func (b *Backend) Recover(ctx context.Context, h backend.Handle) (backend.Instan
 	}
 	i := b.newInstance(d.ID, d.Sentry)
 	i.paused = paused
+	b.resettle(d.Sentry)
 	return i, nil
 }
 

@@ -37,7 +37,7 @@ func (b *Backend) newName() string {
 // slot. The CPU has no limit yet.
 // Its files are those of a snapshot of files, nil for the image's.
 func (b *Backend) launch(ctx context.Context, k key, slot backend.Slot, files *backend.Snapshot) (*sentry, error) {
-	s, err := b.boot(ctx, k, files)
+	s, err := b.boot(ctx, k, beginning{saved: files != nil, files: files})
 	if err != nil {
 		return nil, err
 	}
@@ -52,9 +52,15 @@ func (b *Backend) launch(ctx context.Context, k key, slot backend.Slot, files *b
 	return s, nil
 }
 
+// beginning says what a sentry is to begin with.
+type beginning struct {
+	saved bool              // a saved state, for which its memory limit is lifted until settle
+	files *backend.Snapshot // files; nil for the image's, or for memory, which is told later
+}
+
 // boot starts a sentry: its kernel is up, and its process 1 waits for start. On
 // an error nothing is left.
-func (b *Backend) boot(ctx context.Context, k key, files *backend.Snapshot) (_ *sentry, err error) {
+func (b *Backend) boot(ctx context.Context, k key, begin beginning) (_ *sentry, err error) {
 	if err := ctx.Err(); err != nil {
 		return nil, err
 	}
@@ -69,15 +75,20 @@ func (b *Backend) boot(ctx context.Context, k key, files *backend.Snapshot) (_ *
 	if err := os.MkdirAll(s.Dir, 0o700); err != nil {
 		return nil, err
 	}
-	if s.group, err = cgroup.New(s.Prefix, name, k.hostLimits()); err != nil {
+	limits := k.hostLimits()
+	if begin.saved {
+		limits.MemoryMB = lifted(limits.MemoryMB)
+		s.room.users = 1
+	}
+	if s.group, err = cgroup.New(s.Prefix, name, limits); err != nil {
 		return nil, err
 	}
 	if err := s.group.KillTogether(); err != nil {
 		return nil, err
 	}
 	var open []*os.File // owned by exec
-	if files != nil {
-		if open, err = openSnapshot(*files); err != nil {
+	if begin.files != nil {
+		if open, err = openSnapshot(*begin.files); err != nil {
 			return nil, err
 		}
 	}

@@ -49,7 +49,7 @@ func (b *Backend) probe(ctx context.Context) (err error) {
 	if err != nil {
 		return err
 	}
-	s, err := b.boot(ctx, probeKey(image), nil)
+	s, err := b.boot(ctx, probeKey(image), beginning{})
 	if err != nil {
 		return err
 	}

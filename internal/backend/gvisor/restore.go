@@ -45,7 +45,7 @@ func (b *Backend) waiting(ctx context.Context, k key, slot backend.Slot) (*sentr
 
 // hold boots a sentry with its network and leaves it there.
 func (b *Backend) hold(ctx context.Context, k key, slot backend.Slot) (*sentry, error) {
-	s, err := b.boot(ctx, k, nil)
+	s, err := b.boot(ctx, k, beginning{saved: true})
 	if err != nil {
 		return nil, err
 	}

@@ -38,6 +38,7 @@ type sentry struct {
 	lent bool         // the slot is not a sandbox's yet
 
 	group *cgroup.Group
+	room  headroom
 	pidfd *os.File
 	gone  chan struct{} // closed when the process has ended
 	// status is of our child, nil when the process is not ours. It is set

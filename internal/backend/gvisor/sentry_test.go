@@ -84,7 +84,7 @@ func TestCrashIsTold(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	s, err := b.boot(t.Context(), probeKey(image), nil)
+	s, err := b.boot(t.Context(), probeKey(image), beginning{})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -117,7 +117,7 @@ func TestSentryInheritsNothing(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	s, err := b.boot(t.Context(), probeKey(image), nil)
+	s, err := b.boot(t.Context(), probeKey(image), beginning{})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -227,11 +227,11 @@ func TestSweep(t *testing.T) {
 	}
 	cfg := backend.Config{ID: sandbox.NewID(), StateDir: t.TempDir()}
 	first := open(t, p, 0)
-	pooled, err := first.boot(t.Context(), probeKey(image), nil)
+	pooled, err := first.boot(t.Context(), probeKey(image), beginning{})
 	if err != nil {
 		t.Fatal(err)
 	}
-	used, err := first.boot(t.Context(), probeKey(image), nil)
+	used, err := first.boot(t.Context(), probeKey(image), beginning{})
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -98,13 +98,22 @@ func (i *instance) Snapshot(ctx context.Context, o backend.SnapshotOptions) (_ b
 	if err != nil {
 		return backend.Snapshot{}, err
 	}
-	if err := save(files); err != nil {
+	if err := i.write(save, files); err != nil {
 		return backend.Snapshot{}, err
 	}
 	if err := ctx.Err(); err != nil {
 		return backend.Snapshot{}, err
 	}
 	return i.describe(o, names, files)
+}
+
+// write has the sentry write, with memory to do it.
+func (i *instance) write(save func([]*os.File) error, files []*os.File) error {
+	if err := i.s.lift(); err != nil {
+		return err
+	}
+	defer i.b.settle(i.s)
+	return save(files)
 }
 
 // describe returns what a snapshot in files is.
@@ -176,12 +185,20 @@ func (s *sentry) saveLayer(files []*os.File) error {
 }
 
 // full makes an error of the sentry's, which is text only, say that the disk is
-// full.
+// full, and no more than a person wants.
 func full(err error) error {
+	if err == nil || errors.Is(err, unix.ENOSPC) {
+		return err
+	}
+	text := err.Error()
 	for _, code := range []unix.Errno{unix.ENOSPC, unix.EDQUOT} {
-		if err != nil && !errors.Is(err, code) && strings.Contains(err.Error(), code.Error()) {
-			return fmt.Errorf("%w (%w)", err, unix.ENOSPC)
+		if strings.Contains(text, code.Error()) {
+			return fmt.Errorf("the disk is full: %w", unix.ENOSPC)
 		}
+	}
+	// What follows the first line is where in the sentry it was.
+	if first, _, more := strings.Cut(text, "\n"); more {
+		return errors.New(first)
 	}
 	return err
 }
@@ -225,7 +242,7 @@ func (i *instance) layer(ctx context.Context) ([]*os.File, error) {
 	if err != nil {
 		return nil, err
 	}
-	if err := i.s.saveLayer(files); err != nil {
+	if err := i.write(i.s.saveLayer, files); err != nil {
 		closeAll(files)
 		return nil, err
 	}

@@ -58,9 +58,14 @@ const (
 // none yet, so that a sandbox with little of it does not start slowly.
 func (k key) hostLimits() sandbox.Limits {
 	return sandbox.Limits{
-		MemoryMB: k.memoryMB + overheadMB + k.memoryMB/overheadShare,
+		MemoryMB: hostMemoryMB(k.memoryMB),
 		PIDs:     threadsOwn + threadsPer*k.pids,
 	}
+}
+
+// hostMemoryMB is the memory limit of the control group of a sandbox.
+func hostMemoryMB(memoryMB int64) int64 {
+	return memoryMB + overheadMB + memoryMB/overheadShare
 }
 
 // mountConfs says how the sentry mounts its two EROFS files: the image under a

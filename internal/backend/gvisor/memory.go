@@ -1,0 +1,150 @@
+package gvisor
+
+import (
+	"strings"
+	"sync"
+	"time"
+
+	"github.com/kernflux/opendsec/internal/sandbox"
+)
+
+// To write its state down or to take one up, a sentry needs memory for a while:
+// some 200 MiB more with 20,000 files. Within its usual limit a sandbox could
+// end in the middle. Nothing inside runs then that could use it.
+const (
+	liftTimes = 3   // the limit meanwhile, in usual ones
+	liftLeast = 256 // MiB that there are beyond the usual limit at least
+)
+
+// settleEvery is how often the limit is tried to be put back. The sentry gives
+// memory back some seconds after it needed it.
+const settleEvery = 2 * time.Second
+
+// slack is what must be below the usual limit to put it back, in bytes. On
+// cgroup v2 a limit below what is in use ends the sandbox.
+const slack = 4 << 20
+
+// lifted is the limit of a group, in MiB, whose usual limit is usual.
+func lifted(usual int64) int64 { return max(usual+liftLeast, liftTimes*usual) }
+
+// headroom is a control group's limit while it is lifted.
+type headroom struct {
+	mu    sync.Mutex
+	users int  // that need it lifted
+	waits bool // somebody waits to put it back
+}
+
+// lift lifts the memory limit until settle.
+func (s *sentry) lift() error {
+	s.room.mu.Lock()
+	defer s.room.mu.Unlock()
+	if s.group == nil {
+		return nil
+	}
+	limit := sandbox.Limits{MemoryMB: lifted(hostMemoryMB(s.Limits.MemoryMB))}
+	err := s.group.SetLimits(limit)
+	if err != nil {
+		// With swap accounting the limit of both must be lifted before that of
+		// one, which the first try has done.
+		err = s.group.SetLimits(limit)
+	}
+	if err != nil {
+		return err
+	}
+	s.room.users++
+	return nil
+}
+
+// settle ends what lift began: the limit is put back now, or as soon as less
+// memory than that is in use.
+func (b *Backend) settle(s *sentry) {
+	s.room.mu.Lock()
+	defer s.room.mu.Unlock()
+	s.room.users = max(0, s.room.users-1)
+	b.settleLater(s, s.lower())
+}
+
+// resettle puts the limit back that an earlier run may have left lifted.
+func (b *Backend) resettle(s *sentry) {
+	s.room.mu.Lock()
+	defer s.room.mu.Unlock()
+	b.settleLater(s, false)
+}
+
+// settleLater waits until the limit can be put back. s.room.mu is held.
+func (b *Backend) settleLater(s *sentry, done bool) {
+	if done || s.room.waits || s.group == nil || s.Limits.MemoryMB <= 0 {
+		return
+	}
+	s.room.waits = b.work.start(func(stop <-chan struct{}) {
+		tick := time.NewTicker(settleEvery)
+		defer tick.Stop()
+		for {
+			select {
+			case <-stop:
+				return
+			case <-s.gone:
+				return
+			case <-tick.C:
+			}
+			// One that stands still may be about to be written down for a run
+			// that was killed.
+			if state, err := s.processState(); err != nil || strings.HasPrefix(state, "D") {
+				continue
+			}
+			s.room.mu.Lock()
+			if s.lower() {
+				s.room.waits = false
+				s.room.mu.Unlock()
+				return
+			}
+			s.room.mu.Unlock()
+		}
+	})
+}
+
+// lower puts the limit back if that is possible. s.room.mu is held.
+func (s *sentry) lower() bool {
+	if s.room.users > 0 || s.group == nil {
+		return s.group == nil
+	}
+	usual := hostMemoryMB(s.Limits.MemoryMB)
+	_, used, _, err := s.group.Usage()
+	if err != nil || used+slack > usual<<20 {
+		return false
+	}
+	return s.group.SetLimits(sandbox.Limits{MemoryMB: usual}) == nil
+}
+
+// workers are goroutines that end with the backend.
+type workers struct {
+	mu      sync.Mutex
+	stopped bool
+	quit    chan struct{}
+	all     sync.WaitGroup
+}
+
+func newWorkers() *workers { return &workers{quit: make(chan struct{})} }
+
+// start runs f, which returns when its channel is closed. It reports whether it
+// does, which it does not after stop.
+func (w *workers) start(f func(stop <-chan struct{})) bool {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	if w.stopped {
+		return false
+	}
+	w.all.Go(func() { f(w.quit) })
+	return true
+}
+
+// stop ends all and waits for it. It may be repeated.
+func (w *workers) stop() {
+	w.mu.Lock()
+	if !w.stopped {
+		w.stopped = true
+		close(w.quit)
+	}
+	w.mu.Unlock()
+	w.all.Wait()
+}
