@@ -190,17 +190,33 @@ func (s *Sandbox) Pause(now time.Time) error {
 	return nil
 }
 
-// Wake records that the sandbox runs, and if it was paused that this ends now.
-// While it is being woken, which is Starting, it counts as paused still.
-func (s *Sandbox) Wake(now time.Time) error {
-	if err := s.MoveTo(Running); err != nil {
+// Follow takes over what the sandbox's node says of it: that it is Running or
+// Paused, since when it is paused, and for how long it was paused before. Each
+// pause makes that longer, so word that is older than what is recorded is known
+// by it and changes nothing. Nor does word of the pause that is recorded while
+// the sandbox is being woken from it.
+func (s *Sandbox) Follow(state State, pausedAt time.Time, pausedFor time.Duration) error {
+	if s.knows(state, pausedFor) {
+		return nil
+	}
+	if err := s.MoveTo(state); err != nil {
 		return err
 	}
-	if !s.PausedAt.IsZero() {
-		s.PausedFor += max(0, now.Sub(s.PausedAt))
-		s.PausedAt = time.Time{}
-	}
+	s.PausedAt, s.PausedFor = pausedAt, pausedFor
 	return nil
+}
+
+// knows reports whether the record says this already, or something newer.
+func (s *Sandbox) knows(state State, pausedFor time.Duration) bool {
+	const exact = time.Microsecond // records are no more exact
+	if had, has := s.PausedFor.Truncate(exact), pausedFor.Truncate(exact); had != has {
+		return has < had
+	}
+	inPause := s.State != Running && !s.PausedAt.IsZero()
+	if state == Paused {
+		return inPause
+	}
+	return inPause || s.State == Running && s.PausedAt.IsZero()
 }
 
 // MoveTo changes the state, if the table of transitions allows it. Moving to
@@ -223,6 +239,10 @@ func (s *Sandbox) Finish(end End) error {
 	}
 	if err := s.MoveTo(end.State()); err != nil {
 		return err
+	}
+	if !s.PausedAt.IsZero() {
+		s.PausedFor += max(0, end.Time.Sub(s.PausedAt))
+		s.PausedAt = time.Time{}
 	}
 	s.End = &end
 	return nil

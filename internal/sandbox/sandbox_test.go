@@ -41,6 +41,95 @@ func TestFinishKeepsTheFirstEnd(t *testing.T) {
 	}
 }
 
+func TestPauseKeepsItsBeginning(t *testing.T) {
+	first, later := time.Unix(10, 0), time.Unix(20, 0)
+	s := Sandbox{State: Running}
+	for _, at := range []time.Time{first, later} {
+		if err := s.Pause(at); err != nil || s.State != Paused || !s.PausedAt.Equal(first) {
+			t.Errorf("paused at %v: %s since %v, %v", at, s.State, s.PausedAt, err)
+		}
+	}
+	// A wake that fails leads back to the same pause.
+	if err := s.MoveTo(Starting); err != nil {
+		t.Fatal(err)
+	}
+	if err := s.Pause(later); err != nil || s.State != Paused || !s.PausedAt.Equal(first) {
+		t.Errorf("not woken: %s since %v, %v", s.State, s.PausedAt, err)
+	}
+	ended := Sandbox{State: Stopped}
+	if err := ended.Pause(first); err == nil || !ended.PausedAt.IsZero() {
+		t.Errorf("an ended sandbox was paused: %+v, %v", ended, err)
+	}
+}
+
+func TestFollow(t *testing.T) {
+	at := func(s int) time.Time { return time.Unix(int64(s), 0) }
+	never := time.Time{}
+	type half struct {
+		state State
+		at    time.Time
+		total time.Duration
+	}
+	for _, c := range []struct {
+		name            string
+		record, say, is half
+	}{
+		{"made", half{Pending, never, 0}, half{Running, never, 0}, half{Running, never, 0}},
+		{"made and started", half{Starting, never, 0}, half{Running, never, 0}, half{Running, never, 0}},
+		{"paused", half{Running, never, 0}, half{Paused, at(1), 0}, half{Paused, at(1), 0}},
+		{"paused, said again", half{Paused, at(1), 0}, half{Paused, at(1), 0}, half{Paused, at(1), 0}},
+		{"woken", half{Paused, at(1), 0}, half{Running, never, 5e3}, half{Running, never, 5e3}},
+		{"woken by a call", half{Starting, at(1), 0}, half{Running, never, 5e3}, half{Running, never, 5e3}},
+		{"before the pause", half{Paused, at(1), 7e3}, half{Running, never, 7e3}, half{Paused, at(1), 7e3}},
+		{"long before the pause", half{Paused, at(1), 7e3}, half{Running, never, 0}, half{Paused, at(1), 7e3}},
+		{"before the wake", half{Running, never, 7e3}, half{Paused, at(1), 0}, half{Running, never, 7e3}},
+		{"still being woken", half{Starting, at(1), 7e3}, half{Paused, at(1), 7e3}, half{Starting, at(1), 7e3}},
+		{"woken and paused again", half{Paused, at(1), 0}, half{Paused, at(9), 7e3}, half{Paused, at(9), 7e3}},
+		{"woken and paused again meanwhile", half{Starting, at(1), 0}, half{Paused, at(9), 7e3}, half{Paused, at(9), 7e3}},
+		{"paused and woken", half{Running, never, 0}, half{Running, never, 7e3}, half{Running, never, 7e3}},
+		{"less than a record tells", half{Running, never, 7e3}, half{Paused, at(1), 7e3 + 1}, half{Paused, at(1), 7e3 + 1}},
+		{"a pause that is over by mistake", half{Running, at(1), 7e3}, half{Running, never, 7e3}, half{Running, never, 7e3}},
+		{"a pause without its time", half{Paused, never, 0}, half{Paused, at(1), 0}, half{Paused, at(1), 0}},
+	} {
+		s := Sandbox{State: c.record.state, PausedAt: c.record.at, PausedFor: c.record.total}
+		err := s.Follow(c.say.state, c.say.at, c.say.total)
+		if got := (half{s.State, s.PausedAt, s.PausedFor}); err != nil || got != c.is {
+			t.Errorf("%s: got %v, %v; want %v", c.name, got, err, c.is)
+		}
+	}
+	s := Sandbox{State: Stopping}
+	if err := s.Follow(Running, never, time.Second); err == nil || s.PausedFor != 0 {
+		t.Errorf("a sandbox that is being stopped: %+v, %v", s, err)
+	}
+}
+
+func TestLifetimeWithPauses(t *testing.T) {
+	made := time.Unix(1000, 0)
+	for _, c := range []struct {
+		name string
+		sb   Sandbox
+		want time.Time
+	}{
+		{"never", Sandbox{State: Running}, time.Time{}},
+		{"not paused yet", Sandbox{State: Running, Spec: Spec{Deadlines: Deadlines{Lifetime: time.Minute}}}, made.Add(time.Minute)},
+		{"was paused", Sandbox{State: Running, PausedFor: time.Hour, Spec: Spec{Deadlines: Deadlines{Lifetime: time.Minute}}}, made.Add(time.Hour + time.Minute)},
+		{"is paused", Sandbox{State: Paused, PausedAt: made, Spec: Spec{Deadlines: Deadlines{Lifetime: time.Minute}}}, time.Time{}},
+		{"is being woken", Sandbox{State: Starting, PausedAt: made, Spec: Spec{Deadlines: Deadlines{Lifetime: time.Minute}}}, time.Time{}},
+	} {
+		c.sb.CreatedAt = made
+		if got := c.sb.ExpiresAt(); !got.Equal(c.want) {
+			t.Errorf("%s: ends at %v; want %v", c.name, got, c.want)
+		}
+	}
+	s := Sandbox{State: Paused, PausedAt: made, PausedFor: time.Second}
+	if err := s.Finish(End{Reason: ReasonStopped, Domain: User, Time: made.Add(time.Minute)}); err != nil {
+		t.Fatal(err)
+	}
+	if !s.PausedAt.IsZero() || s.PausedFor != time.Minute+time.Second {
+		t.Errorf("ended while paused: %+v", s)
+	}
+}
+
 func TestNewID(t *testing.T) {
 	seen := map[ID]bool{}
 	for range 10000 {
