@@ -10,9 +10,8 @@ import (
 	"strconv"
 	"strings"
 	"sync"
+	"syscall"
 	"time"
-
-	"golang.org/x/sys/unix"
 
 	"github.com/kernflux/opendsec/internal/agentclient"
 	"github.com/kernflux/opendsec/internal/backend"
@@ -188,7 +187,7 @@ func (m *machine) checkSnapshot(s backend.Snapshot, memory bool) {
 		}
 		info, err := d.Info()
 		if err == nil {
-			onDisk += info.Sys().(*unix.Stat_t).Blocks * 512
+			onDisk += info.Sys().(*syscall.Stat_t).Blocks * 512
 			files++
 		}
 		return err
