@@ -164,7 +164,7 @@ func (m *machine) take(memory bool) taken {
 	if err := json.Unmarshal(text, &t.Snapshot); err != nil {
 		m.Fatal(err)
 	}
-	t.Dir = m.snapshotDir()
+	t.Dir = s.Dir + "-moved"
 	if err := os.Rename(s.Dir, t.Dir); err != nil {
 		m.Fatalf("move the snapshot: %v", err)
 	}

@@ -187,9 +187,9 @@ func testRestoreConnections(e *env) {
 	m := e.create(usual)
 	outside, addr := m.listenOutside()
 	m.shell("(while :; do echo hi | nc -l -p 8080; done) >/dev/null 2>&1 &")
-	m.shell("(nc -l -p 9000 >/looped) >/dev/null 2>&1 &")
+	m.shell("(sleep 100000 | nc -l -p 9000 >/looped) >/dev/null 2>&1 &")
 	m.shell("until netstat -ltn | grep -q :9000; do sleep 0.05; done; (while :; do echo x; sleep 0.05; done | nc 127.0.0.1 9000) >/dev/null 2>&1 &")
-	m.shell("(nc " + strings.ReplaceAll(addr, ":", " ") + " >/heard; echo over >/ended) </dev/zero >/dev/null 2>&1 &")
+	m.shell("(sleep 100000 | (nc " + strings.ReplaceAll(addr, ":", " ") + "; echo over >/ended)) >/dev/null 2>&1 &")
 	conn, err := outside.Accept()
 	if err != nil {
 		e.Fatal(err)

@@ -104,8 +104,13 @@ func (e *env) onFullDisk(size string, f func(dir string)) {
 		e.Fatal(err)
 	}
 	f(dir)
-	if err := unix.Unmount(dir, 0); err != nil {
-		e.Errorf("unmount a disk that should not be in use any more: %v", err)
+	for _, used := range e.settled(func() []string {
+		if err := unix.Unmount(dir, 0); err != nil {
+			return []string{err.Error()}
+		}
+		return nil
+	}) {
+		e.Errorf("unmount a disk that should not be in use any more: %s", used)
 		_ = unix.Unmount(dir, unix.MNT_DETACH) // or nothing could be removed
 	}
 }
