@@ -40,6 +40,7 @@ func testImages(t *testing.T, db *store.DB) {
 		}
 	}
 	py, demo := image("root", "py", "latest", "sha256:aa"), image("root/demo", "app", "1", "sha256:bb")
+	demo.Kind, demo.Snapshot = "memory", []byte(`{"backend":"gvisor"}`)
 	for _, m := range []store.Image{py, demo, image("root/other", "app", "1", "sha256:aa")} {
 		if before, err := db.PutImage(ctx, m); err != nil || before != nil {
 			t.Fatalf("a new name had %v, %v", before, err)
@@ -68,7 +69,7 @@ func testImages(t *testing.T, db *store.DB) {
 	diff(t, "users of a digest", use, store.DigestUse{Names: 2, Sandboxes: 1})
 
 	moved := py
-	moved.Digest = "sha256:cc"
+	moved.Digest, moved.Kind, moved.Snapshot = "sha256:cc", "memory", []byte(`{"runtime":"1"}`)
 	before, err := db.PutImage(ctx, moved)
 	if err != nil {
 		t.Fatal(err)
