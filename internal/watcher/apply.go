@@ -56,17 +56,22 @@ func (w *Watcher) apply(ctx context.Context, node string, m machine, now time.Ti
 	return nil
 }
 
-// upToDate reports whether a live record says what its node does.
+// upToDate reports whether a live record says what its node does, or something
+// newer.
 func upToDate(sb *sandbox.Sandbox, m machine) bool {
-	return m.end == nil && (sb.State == m.state || !sb.State.CanBecome(m.state) || !told(m.state))
+	if m.end != nil {
+		return false
+	}
+	next := *sb
+	err := update(&next, m)
+	return err == nil && next.State == sb.State && next.PausedAt.Equal(sb.PausedAt) && next.PausedFor == sb.PausedFor
 }
 
-// told reports whether s is a state that a node's word moves a record to. An
-// end does so by update.
-func told(s sandbox.State) bool {
-	return s == sandbox.Running || s == sandbox.Paused || s == sandbox.Stopping
-}
-
+// update takes a node's word over into a record. It moves a record to Running,
+// Paused or Stopping, or ends it; other states are the API's to record. A
+// record is not led back by word that is older than it, and one that the API is
+// waking does not follow word of the pause from which it is woken: insist sees
+// to it when that stands for too long.
 func update(sb *sandbox.Sandbox, m machine) error {
 	if sb.StartedAt.IsZero() {
 		sb.StartedAt = m.startedAt
@@ -74,13 +79,69 @@ func update(sb *sandbox.Sandbox, m machine) error {
 	if m.backend != "" {
 		sb.Spec.Backend = m.backend
 	}
-	if m.end != nil {
+	switch {
+	case m.end != nil:
 		return sb.Finish(*m.end)
+	case m.state == sandbox.Stopping && sb.State.CanBecome(sandbox.Stopping):
+		return sb.MoveTo(sandbox.Stopping)
+	case m.state == sandbox.Paused && sb.State == sandbox.Pending:
+		// It has run and is paused before the API recorded that it started.
+		if err := sb.MoveTo(sandbox.Starting); err != nil {
+			return err
+		}
 	}
-	if told(m.state) && sb.State.CanBecome(m.state) {
-		return sb.MoveTo(m.state)
+	if follows(sb, m) {
+		return sb.Follow(m.state, m.pausedAt, m.pausedFor)
 	}
 	return nil
+}
+
+// follows reports whether the record is one that goes by whether the machine
+// runs or is paused.
+func follows(sb *sandbox.Sandbox, m machine) bool {
+	return (m.state == sandbox.Running || m.state == sandbox.Paused) &&
+		(sb.State == m.state || sb.State.CanBecome(m.state))
+}
+
+// insist leads records to what their nodes say where that has been another
+// state for too long, whatever is older: an API that died while it woke a
+// sandbox has left a record that is Starting, and a node whose clock was set
+// back may say of a pause that it took no time.
+func (w *Watcher) insist(ctx context.Context, now time.Time, live []*sandbox.Sandbox) error {
+	var failed []error
+	still := map[finding]bool{}
+	views := w.views(now)
+	for _, sb := range live {
+		m, known := views[sb.Node].machines[sb.ID]
+		if !known || m.end != nil || sb.State == m.state || !follows(sb, m) || !upToDate(sb, m) {
+			continue
+		}
+		f := finding{"behind", sb.Node, string(sb.ID)}
+		still[f] = true
+		grace := w.cfg.Grace
+		if sb.State == sandbox.Starting {
+			grace = w.cfg.StartGrace
+		}
+		if w.since(f, now) < grace {
+			continue
+		}
+		w.log.Warn("a record follows its node after a while", "sandbox", sb.ID, "node", sb.Node, "record", sb.State, "machine", m.state)
+		_, err := w.db.UpdateSandbox(ctx, sb.ID, func(r *sandbox.Sandbox) error {
+			if r.Version != sb.Version {
+				return nil // it was changed meanwhile, and is looked at again
+			}
+			if err := r.MoveTo(m.state); err != nil {
+				return err
+			}
+			r.PausedAt, r.PausedFor = m.pausedAt, m.pausedFor
+			return nil
+		})
+		if err != nil {
+			failed = append(failed, fmt.Errorf("record that sandbox %s is %s on node %s: %w", sb.ID, m.state, sb.Node, err))
+		}
+	}
+	w.settle("behind", still)
+	return errors.Join(failed...)
 }
 
 // forgetEnded lets nodes drop what has ended and is recorded. It waits a while
@@ -102,7 +163,7 @@ func (w *Watcher) forgetEnded(ctx context.Context, now time.Time) error {
 			if !recorded {
 				continue
 			}
-			f := finding{"ended", n.Name, m.id}
+			f := finding{"ended", n.Name, string(m.id)}
 			still[f] = true
 			if w.since(f, now) >= w.cfg.ForgetAfter {
 				ids = append(ids, m.id)

@@ -55,7 +55,7 @@ func (w *Watcher) failMissing(ctx context.Context, now time.Time, live []*sandbo
 		if _, known := v.machines[sb.ID]; known {
 			continue
 		}
-		f := finding{"missing", sb.Node, sb.ID}
+		f := finding{"missing", sb.Node, string(sb.ID)}
 		still[f] = true
 		grace := w.cfg.Grace
 		if sb.State == sandbox.Pending || sb.State == sandbox.Starting {
@@ -99,7 +99,7 @@ func (w *Watcher) destroyOrphans(ctx context.Context, now time.Time, live []*san
 			if m.end != nil || placed[id] == name {
 				continue
 			}
-			f := finding{"orphan", name, id}
+			f := finding{"orphan", name, string(id)}
 			still[f] = true
 			if w.since(f, now) >= w.cfg.Grace {
 				failed = append(failed, w.destroyOrphan(ctx, w.byName(name), id, now))

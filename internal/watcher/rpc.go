@@ -23,7 +23,9 @@ type machine struct {
 	state     sandbox.State
 	backend   sandbox.Backend
 	startedAt time.Time
-	end       *sandbox.End // set once it is removed
+	pausedAt  time.Time     // zero while it is not paused
+	pausedFor time.Duration // how long it was paused before
+	end       *sandbox.End  // set once it is removed
 }
 
 // view is what a node has said of itself.
@@ -98,17 +100,7 @@ func (w *Watcher) take(ctx context.Context, n *node, msg *edgev1.WatchResponse, 
 	}
 	changed := make([]machine, 0, len(msg.GetSandboxes()))
 	for _, p := range msg.GetSandboxes() {
-		m := machine{
-			id: sandbox.ID(p.GetId()), state: fault.StateFromProto(p.GetState()), backend: sandbox.Backend(p.GetBackend()),
-		}
-		if p.GetStartedAt() != nil {
-			m.startedAt = p.GetStartedAt().AsTime()
-		}
-		if p.GetEnd() != nil && !m.state.Alive() { // else it is on its way
-			end := fault.EndFromProto(p.GetEnd())
-			m.end = &end
-		}
-		changed = append(changed, m)
+		changed = append(changed, machineFromProto(p))
 	}
 	n.mu.Lock()
 	n.view.heard, n.view.report = now, report
@@ -132,6 +124,24 @@ func (w *Watcher) take(ctx context.Context, n *node, msg *edgev1.WatchResponse, 
 		}
 	}
 	return nil
+}
+
+func machineFromProto(p *edgev1.SandboxStatus) machine {
+	m := machine{
+		id: sandbox.ID(p.GetId()), state: fault.StateFromProto(p.GetState()), backend: sandbox.Backend(p.GetBackend()),
+		pausedFor: p.GetPausedFor().AsDuration(),
+	}
+	if p.GetStartedAt() != nil {
+		m.startedAt = p.GetStartedAt().AsTime()
+	}
+	if p.GetPausedAt() != nil {
+		m.pausedAt = p.GetPausedAt().AsTime()
+	}
+	if p.GetEnd() != nil && !m.state.Alive() { // else it is on its way
+		end := fault.EndFromProto(p.GetEnd())
+		m.end = &end
+	}
+	return m
 }
 
 // recordNode writes a node's report, with the time of it, into its record.
@@ -203,6 +213,14 @@ func (n *node) destroy(ctx context.Context, id sandbox.ID, end sandbox.End) (*sa
 // callTime bounds one call to a node, so that a node that hangs does not stop
 // the passes over the others. It is longer than a node waits for itself.
 const callTime = 20 * time.Second
+
+// deleteImage has the node remove image content once nothing uses it there.
+func (n *node) deleteImage(ctx context.Context, digest string) error {
+	ctx, cancel := context.WithTimeout(ctx, callTime)
+	defer cancel()
+	_, err := n.edge.DeleteImage(ctx, connect.NewRequest(&edgev1.DeleteImageRequest{Digest: digest}))
+	return fault.FromConnect(err)
+}
 
 // forget lets the node drop ended sandboxes.
 func (n *node) forget(ctx context.Context, ids []sandbox.ID) error {

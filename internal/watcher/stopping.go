@@ -34,8 +34,8 @@ func lifetimeEnd(sb *sandbox.Sandbox, now time.Time) sandbox.End {
 }
 
 func expired(sb *sandbox.Sandbox, now time.Time) bool {
-	life := sb.Spec.Deadlines.Lifetime
-	return life > 0 && now.After(sb.CreatedAt.Add(life))
+	at := sb.ExpiresAt()
+	return !at.IsZero() && now.After(at)
 }
 
 // finishStopping goes on with stops that the API could not finish.
@@ -46,7 +46,7 @@ func (w *Watcher) finishStopping(ctx context.Context, now time.Time, live []*san
 		if sb.State != sandbox.Stopping {
 			continue
 		}
-		f := finding{"stopping", sb.Node, sb.ID}
+		f := finding{"stopping", sb.Node, string(sb.ID)}
 		still[f] = true
 		n := w.byName(sb.Node)
 		if w.since(f, now) < stoppingGrace || n == nil || w.silent(n, now, w.cfg.SilentAfter) {
@@ -84,7 +84,7 @@ func (w *Watcher) endExpired(ctx context.Context, now time.Time, live []*sandbox
 		}
 		record, err := w.db.UpdateSandbox(ctx, sb.ID, func(sb *sandbox.Sandbox) error {
 			if !sb.State.Alive() || !expired(sb, now.Add(-lifetimeGrace)) {
-				return nil // its lifetime was changed meanwhile
+				return nil // its lifetime was changed meanwhile, or it was paused
 			}
 			return sb.MoveTo(sandbox.Stopping)
 		})

@@ -1,7 +1,7 @@
 // Package watcher keeps the records true to what the nodes say: it follows
 // each node's report, records the ends of sandboxes, notices silent and lost
-// nodes, ends what should not run and records as lost what should and does
-// not. Each pass is a function of the time it is given; Run gives them the
+// nodes, ends what should not run, records as lost what should and does not,
+// and removes image content that nothing needs. Each pass is a function of the time it is given; Run gives them the
 // real one. It keeps no state that it could not find out again, and it makes
 // nothing: sandboxes begin with the API.
 package watcher
@@ -39,6 +39,7 @@ type Config struct {
 	StartGrace  time.Duration // the same of a sandbox that is being made; 3 min
 	ForgetAfter time.Duration // from when an end is recorded until its node may forget it; 5 s
 	KeepEnded   time.Duration // how long records of ended sandboxes stay; 24 h
+	KeepImages  time.Duration // how long image content stays on a node when nothing needs it; 2 min
 }
 
 // Validate reports all faults of a configuration.
@@ -64,6 +65,7 @@ func (c *Config) fill() {
 	}{
 		{&c.SilentAfter, 10 * time.Second}, {&c.LostAfter, 5 * time.Minute}, {&c.Grace, time.Minute},
 		{&c.StartGrace, 3 * time.Minute}, {&c.ForgetAfter, 5 * time.Second}, {&c.KeepEnded, 24 * time.Hour},
+		{&c.KeepImages, 2 * time.Minute},
 	} {
 		if *d.value == 0 {
 			*d.value = d.otherwise
@@ -96,7 +98,7 @@ type Watcher struct {
 type finding struct {
 	kind string
 	node string
-	id   sandbox.ID
+	what string // a sandbox's id, or the digest of an image's content
 }
 
 // node is a machine as the watcher sees it.
@@ -126,6 +128,7 @@ func New(cfg Config, deps Deps) *Watcher {
 const (
 	healthEvery    = 2 * time.Second
 	reconcileEvery = 3 * time.Second
+	imagesEvery    = 20 * time.Second
 	purgeEvery     = 10 * time.Minute
 )
 
@@ -145,12 +148,15 @@ func (w *Watcher) Run(ctx context.Context) error {
 // passes runs the passes, one at a time. One that fails is logged and comes
 // again: what it has not done is still there to be done.
 func (w *Watcher) passes(ctx context.Context) {
-	var due [3]time.Time
-	all := [3]struct {
+	var due [4]time.Time
+	all := [4]struct {
 		name  string
 		every time.Duration
 		run   func(context.Context, time.Time) error
-	}{{"health", healthEvery, w.health}, {"reconcile", reconcileEvery, w.reconcile}, {"purge", purgeEvery, w.purge}}
+	}{
+		{"health", healthEvery, w.health}, {"reconcile", reconcileEvery, w.reconcile},
+		{"images", imagesEvery, w.dropUnused}, {"purge", purgeEvery, w.purge},
+	}
 	tick := time.NewTicker(time.Second)
 	defer tick.Stop()
 	for {
@@ -180,6 +186,7 @@ func (w *Watcher) reconcile(ctx context.Context, now time.Time) error {
 	}
 	return errors.Join(
 		w.applyAll(ctx, now, live),
+		w.insist(ctx, now, live),
 		w.endExpired(ctx, now, live),
 		w.finishStopping(ctx, now, live),
 		w.failLost(ctx, now, live),
