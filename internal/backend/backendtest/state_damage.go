@@ -50,7 +50,7 @@ func testRestoreDamaged(e *env) {
 		for what, change := range map[string]func(*taken){
 			"no directory":    func(s *taken) { s.Dir = filepath.Join(e.snapshotDir(), "missing") },
 			"empty directory": func(s *taken) { s.Dir = e.snapshotDir() },
-			"other backend":   func(s *taken) { s.Backend = "other" },
+			"other backend":   func(s *taken) { s.Backend, s.Dir = "other", e.copied(s.Dir) },
 		} {
 			harmed := s
 			change(&harmed)
