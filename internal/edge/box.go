@@ -6,10 +6,10 @@ import (
 	"sync"
 	"time"
 
-	"github.com/kernflux/opendsec/internal/agentclient"
 	"github.com/kernflux/opendsec/internal/backend"
 	"github.com/kernflux/opendsec/internal/edge/journal"
 	"github.com/kernflux/opendsec/internal/fault"
+	"github.com/kernflux/opendsec/internal/image"
 	"github.com/kernflux/opendsec/internal/sandbox"
 )
 
@@ -18,11 +18,14 @@ import (
 type box struct {
 	// Never changed.
 	id      sandbox.ID
-	cost    sandbox.Resources
 	arrived time.Time // when this run of the edge came to know it
 	old     bool      // an earlier run made it
+	origin  origin    // what a new one begins with
 
-	undo undo // what it has taken
+	undo undo          // what it has taken for its whole life; see spell for the rest
+	op   chan struct{} // holds one while a state operation is under way
+
+	held sandbox.Resources // what it counts for; guarded by Edge.mu
 
 	// life ends when the sandbox's end is decided or the edge stops; its cause
 	// is a *fault.Error that says which. All that is done for the sandbox, its
@@ -38,17 +41,25 @@ type box struct {
 
 	mu      sync.Mutex // guards what follows
 	entry   journal.Entry
-	inst    backend.Instance    // nil before it is made, and after it is gone
-	agent   *agentclient.Client // the same
-	letGo   func()              // ends the watch over inst and the connections of agent; nil before there is one
+	art     image.Artifact // its image, and where that is
+	rootfs  backend.Rootfs
+	spell   *spell        // nil while it has no machine
+	pausing chan struct{} // closed when the pause that is under way is done; nil for none
+	waking  bool          // a resume is under way
 	use     usage
 	waiters int   // callers that wait for the create
 	failure error // how the create failed; set before created is closed
 }
 
+// origin is the state that a new machine begins with; zero for a fresh one.
+type origin struct {
+	from  *backend.Snapshot
+	token string // of the agent in it, with memory
+}
+
 func (e *Edge) newBox(entry journal.Entry) *box {
 	b := &box{
-		id: entry.ID, cost: entry.Spec.Limits.Resources(), arrived: e.now(), entry: entry,
+		id: entry.ID, arrived: e.now(), entry: entry, op: make(chan struct{}, 1),
 		created: make(chan struct{}), ended: make(chan struct{}), changed: make(chan struct{}, 1),
 		use: usage{last: e.now()},
 	}
@@ -66,6 +77,8 @@ type status struct {
 	Backend   sandbox.Backend
 	State     sandbox.State
 	StartedAt time.Time
+	PausedAt  time.Time // zero while it is not paused
+	PausedFor time.Duration
 	End       *sandbox.End // nil until nothing is left of it
 }
 
@@ -76,12 +89,17 @@ func (b *box) status() status {
 }
 
 func (b *box) statusLocked() status {
-	s := status{ID: b.id, Project: b.entry.Project, Backend: b.entry.Spec.Backend, StartedAt: b.entry.StartedAt}
+	s := status{
+		ID: b.id, Project: b.entry.Project, Backend: b.entry.Spec.Backend, StartedAt: b.entry.StartedAt,
+		PausedAt: b.entry.PausedAt, PausedFor: b.entry.PausedFor,
+	}
 	switch b.entry.Phase {
 	case journal.Creating:
 		s.State = sandbox.Starting
 	case journal.Running:
 		s.State = sandbox.Running
+	case journal.Paused:
+		s.State = sandbox.Paused
 	case journal.Ended:
 		s.State, s.End = b.entry.End.State(), b.entry.End
 		return s
@@ -129,21 +147,49 @@ var errEdgeStops = fault.New(fault.Unavailable, "the node's edge is being restar
 // why returns the reason for the end of the box's life.
 func (b *box) why() error { return context.Cause(b.life) }
 
-// enter counts a request as open and as a use; leave must follow. It refuses
-// when the sandbox cannot be used.
-func (b *box) enter() (*agentclient.Client, error) {
+// enter counts a request as open and as a use, and returns the machine; leave
+// must follow. It wakes a paused sandbox that is to be woken by calls, and
+// refuses when the sandbox cannot be used.
+func (e *Edge) enter(ctx context.Context, b *box) (*spell, error) {
+	for {
+		sp, wait, err := b.tryEnter()
+		if err != nil || sp != nil {
+			return sp, err
+		}
+		if wait == nil {
+			if err := e.resume(ctx, b); err != nil {
+				return nil, err
+			}
+			continue
+		}
+		select {
+		case <-wait:
+		case <-b.life.Done():
+		case <-ctx.Done():
+			return nil, context.Cause(ctx)
+		}
+	}
+}
+
+// tryEnter returns one of three: the machine, what to wait for, or why the
+// sandbox cannot be used; none of them when it is to be woken.
+func (b *box) tryEnter() (sp *spell, wait <-chan struct{}, err error) {
 	b.mu.Lock()
 	defer b.mu.Unlock()
 	switch {
 	case b.life.Err() != nil:
-		return nil, b.why()
+		return nil, nil, b.why()
 	case b.entry.End != nil:
-		return nil, endedFault(b.id, *b.entry.End)
-	case b.entry.Phase == journal.Creating || b.agent == nil:
-		return nil, b.noMachine()
+		return nil, nil, endedFault(b.id, *b.entry.End)
+	case b.pausing != nil:
+		return nil, b.pausing, nil
+	case b.entry.Phase == journal.Paused && b.entry.Spec.AutoResume:
+		return nil, nil, nil
+	case b.entry.Phase != journal.Running || b.spell == nil || b.spell.agent == nil:
+		return nil, nil, b.noMachine()
 	}
 	b.use.open++
-	return b.agent, nil
+	return b.spell, nil, nil
 }
 
 func (b *box) leave(now time.Time) {
@@ -169,10 +215,7 @@ func (b *box) setDeadlines(d sandbox.Deadlines, now time.Time) error {
 	}
 	b.entry.Spec.Deadlines = d
 	b.use.last = now
-	select {
-	case b.changed <- struct{}{}:
-	default:
-	}
+	b.poke()
 	return nil
 }
 
@@ -189,15 +232,41 @@ func (b *box) measurable() (backend.Instance, error) {
 	if b.entry.End != nil {
 		return nil, endedFault(b.id, *b.entry.End)
 	}
-	if b.inst == nil {
+	if b.spell == nil || b.spell.inst == nil {
 		return nil, b.noMachine()
 	}
-	return b.inst, nil
+	return b.spell.inst, nil
 }
 
-// noMachine is the error of a call for which it is too early; b.mu is held.
+// usage measures the sandbox. One that is paused without a machine uses disk only.
+func (b *box) usage(ctx context.Context) (backend.Usage, error) {
+	b.mu.Lock()
+	saved, end := b.entry.Saved, b.entry.End
+	b.mu.Unlock()
+	if saved != nil && end == nil {
+		return backend.Usage{DiskBytes: saved.Size}, nil
+	}
+	inst, err := b.measurable()
+	if err != nil {
+		return backend.Usage{}, err
+	}
+	return inst.Usage(ctx)
+}
+
+// pausedFault is the error of a call to a paused sandbox.
+func pausedFault(id sandbox.ID) *fault.Error {
+	f := fault.New(fault.WrongState, "sandbox %s is paused: resume it first, or make it with auto_resume so that calls wake it", id)
+	f.State = sandbox.Paused
+	return f
+}
+
+// noMachine is the error of a call that wants a machine, for a sandbox that has
+// none now; b.mu is held.
 func (b *box) noMachine() error {
-	if b.entry.Phase == journal.Creating {
+	switch b.entry.Phase {
+	case journal.Paused:
+		return pausedFault(b.id)
+	case journal.Creating:
 		f := fault.New(fault.WrongState, "sandbox %s is still being made; wait for its create to answer", b.id)
 		f.State = sandbox.Starting
 		return f
@@ -205,18 +274,23 @@ func (b *box) noMachine() error {
 	return fault.New(fault.Unavailable, "the node has not found the machine of sandbox %s again yet; try again in a moment", b.id)
 }
 
-// deadlines returns what judge wants.
+// deadlines returns what judge wants; none hold while the box is paused. Time
+// in which it was paused is as if it had been made so much later.
 func (b *box) deadlines() (d sandbox.Deadlines, created time.Time, u usage) {
 	b.mu.Lock()
 	defer b.mu.Unlock()
-	return b.entry.Spec.Deadlines, b.entry.CreatedAt, b.use
+	if b.entry.Phase == journal.Paused {
+		return sandbox.Deadlines{}, b.entry.CreatedAt, b.use
+	}
+	return b.entry.Spec.Deadlines, b.entry.CreatedAt.Add(b.entry.PausedFor), b.use
 }
 
-// machine returns the instance and the agent, nil for what is not there.
-func (b *box) machine() (backend.Instance, *agentclient.Client) {
-	b.mu.Lock()
-	defer b.mu.Unlock()
-	return b.inst, b.agent
+// poke has the deadlines looked at again.
+func (b *box) poke() {
+	select {
+	case b.changed <- struct{}{}:
+	default:
+	}
 }
 
 // record writes the journal as the box is now, after change, which may be nil.

@@ -126,10 +126,23 @@ func statusToProto(s status) *edgev1.SandboxStatus {
 	if !s.StartedAt.IsZero() {
 		p.StartedAt = timestamppb.New(s.StartedAt)
 	}
+	if !s.PausedAt.IsZero() {
+		p.PausedAt = timestamppb.New(s.PausedAt)
+	}
+	if s.PausedFor > 0 {
+		p.PausedFor = durationpb.New(s.PausedFor)
+	}
 	if s.End != nil {
 		p.End = fault.EndToProto(*s.End)
 	}
 	return p
+}
+
+func forkedToProto(f forked) *edgev1.ForkResult {
+	if f.err != nil {
+		return &edgev1.ForkResult{Result: &edgev1.ForkResult_Error{Error: fault.Info(fault.Of(f.err))}}
+	}
+	return &edgev1.ForkResult{Result: &edgev1.ForkResult_Status{Status: statusToProto(f.status)}}
 }
 
 func metricsToProto(limits sandbox.Limits, used backend.Usage, now time.Time) *opendsecv1.Metrics {

@@ -101,7 +101,6 @@ func TestRefusals(t *testing.T) {
 		field string
 	}{
 		"unknown backend": {func(r *edgev1.CreateSandboxRequest) { r.Spec.Backend = "gvisor" }, fault.Unsupported, "spec.backend"},
-		"pause":           {func(r *edgev1.CreateSandboxRequest) { r.Spec.OnIdle = opendsecv1.OnIdle_ON_IDLE_PAUSE }, fault.Unsupported, "spec.on_idle"},
 		"too many cores":  {func(r *edgev1.CreateSandboxRequest) { r.Spec.CpuCoresLimit = 10000 }, fault.InvalidArgument, "spec.cpu_cores_limit"},
 		"no memory":       {func(r *edgev1.CreateSandboxRequest) { r.Spec.MemoryLimitMb = 0 }, fault.InvalidArgument, "spec.memory_limit_mb"},
 		"all of memory":   {func(r *edgev1.CreateSandboxRequest) { r.Spec.MemoryLimitMb = 1 << 40 }, fault.Capacity, ""},

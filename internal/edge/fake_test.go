@@ -28,13 +28,15 @@ import (
 	"github.com/kernflux/opendsec/api/gen/process"
 	"github.com/kernflux/opendsec/api/gen/process/processconnect"
 	"github.com/kernflux/opendsec/internal/backend"
+	"github.com/kernflux/opendsec/internal/fault"
 	"github.com/kernflux/opendsec/internal/image"
 	"github.com/kernflux/opendsec/internal/sandbox"
 )
 
 // world is what outlives an edge: machines, slots, images.
 type world struct {
-	t *testing.T
+	t    *testing.T
+	name sandbox.Backend
 
 	mu       sync.Mutex
 	machines map[sandbox.ID]*machine
@@ -43,13 +45,16 @@ type world struct {
 	users    int // of the image
 
 	// Hooks of the tests; nil does nothing.
-	onCreate  func(context.Context, *machine) error
-	onDestroy func(*machine) error
-	probeErr  error
+	onCreate   func(context.Context, *machine) error
+	onDestroy  func(*machine) error
+	onPause    func(*machine) error
+	onSnapshot func(*machine) error
+	onHello    func(*machine) error
+	probeErr   error
 }
 
 func newWorld(t *testing.T) *world {
-	w := &world{t: t, machines: map[sandbox.ID]*machine{}, slots: map[string]bool{}}
+	w := &world{t: t, name: sandbox.Container, machines: map[sandbox.ID]*machine{}, slots: map[string]bool{}}
 	t.Cleanup(func() {
 		for _, m := range w.all() {
 			m.end(backend.Exit{})
@@ -94,6 +99,9 @@ type machine struct {
 	once    sync.Once
 	mu      sync.Mutex
 	hello   *agentv1.HelloRequest
+	token   string // that its agent wants, "" before the first Hello
+	memory  string // what a snapshot keeps
+	paused  bool
 	running uint32
 	ended   time.Time
 }
@@ -109,7 +117,7 @@ func (m *machine) end(exit backend.Exit) {
 
 func (m *machine) Handle() backend.Handle {
 	data, _ := json.Marshal(m.cfg.ID)
-	return backend.Handle{Backend: sandbox.Container, Data: data}
+	return backend.Handle{Backend: m.w.name, Data: data}
 }
 
 func (m *machine) Dial(ctx context.Context, _ int) (net.Conn, error) {
@@ -142,14 +150,89 @@ func (m *machine) Destroy(context.Context) error {
 	return os.RemoveAll(filepath.Join(m.cfg.StateDir, "disk"))
 }
 
-func (w *world) Name() sandbox.Backend { return sandbox.Container }
+func (m *machine) Pause(context.Context) error {
+	if f := m.w.onPause; f != nil {
+		if err := f(m); err != nil {
+			return err
+		}
+	}
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	m.paused = true
+	return nil
+}
+
+func (m *machine) Resume(context.Context) error {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	m.paused = false
+	return nil
+}
+
+// saved is what a snapshot's file holds.
+type saved struct{ Token, Memory string }
+
+func (m *machine) Snapshot(ctx context.Context, o backend.SnapshotOptions) (backend.Snapshot, error) {
+	m.mu.Lock()
+	state := saved{m.token, m.memory}
+	m.mu.Unlock()
+	if !o.Memory {
+		state.Token = ""
+	}
+	data, _ := json.Marshal(state)
+	if err := os.WriteFile(filepath.Join(o.Dir, "state"), data, 0o600); err != nil {
+		return backend.Snapshot{}, err
+	}
+	if f := m.w.onSnapshot; f != nil {
+		if err := f(m); err != nil {
+			return backend.Snapshot{}, err
+		}
+	}
+	return backend.Snapshot{
+		Backend: m.w.name, Dir: o.Dir, Memory: o.Memory, Size: int64(len(data)), Limits: m.cfg.Limits,
+		Stamp: backend.Stamp{Agent: m.cfg.Agent.ID},
+	}, ctx.Err()
+}
+
+func (m *machine) Diff(_ context.Context, w *os.File) error { return errors.New("has no files") }
+
+func (w *world) CanRestore(s backend.Snapshot) error {
+	if s.Stamp.Runtime != "" {
+		return errors.New("it was made with " + s.Stamp.Runtime)
+	}
+	return nil
+}
+
+func (w *world) Prepare(backend.Config) {}
+
+// remember gives the machine the state that it begins with.
+func (m *machine) remember(from *backend.Snapshot) error {
+	data, err := os.ReadFile(filepath.Join(from.Dir, "state"))
+	if err != nil {
+		return err
+	}
+	var state saved
+	if err := json.Unmarshal(data, &state); err != nil {
+		return err
+	}
+	m.token, m.memory = state.Token, state.Memory
+	return nil
+}
+
+func (w *world) Name() sandbox.Backend { return w.name }
 func (w *world) Close() error          { return nil }
 func (w *world) Probe(context.Context) (backend.Features, error) {
-	return backend.Features{SnapshotFiles: true}, w.probeErr
+	disk := w.name.PausesToDisk()
+	return backend.Features{Pause: true, SnapshotMemory: disk, SnapshotFiles: true}, w.probeErr
 }
 
 func (w *world) Create(ctx context.Context, cfg backend.Config) (backend.Instance, error) {
 	m := &machine{w: w, cfg: cfg, done: make(chan struct{})}
+	if cfg.From != nil {
+		if err := m.remember(cfg.From); err != nil {
+			return nil, err
+		}
+	}
 	mux := http.NewServeMux()
 	mux.HandleFunc("/health", func(rw http.ResponseWriter, _ *http.Request) { rw.WriteHeader(http.StatusNoContent) })
 	mux.Handle(agentv1connect.NewAgentHandler(agentOf{m: m}))
@@ -218,7 +301,15 @@ type agentOf struct {
 func (a agentOf) Hello(_ context.Context, req *connect.Request[agentv1.HelloRequest]) (*connect.Response[agentv1.HelloResponse], error) {
 	a.m.mu.Lock()
 	defer a.m.mu.Unlock()
-	a.m.hello = req.Msg
+	if f := a.m.w.onHello; f != nil {
+		if err := f(a.m); err != nil {
+			return nil, err
+		}
+	}
+	if a.m.token != "" && req.Header().Get("X-Access-Token") != a.m.token {
+		return nil, connect.NewError(connect.CodeUnauthenticated, errors.New("not the present token"))
+	}
+	a.m.hello, a.m.token = req.Msg, req.Msg.GetToken()
 	return connect.NewResponse(&agentv1.HelloResponse{Version: "fake"}), nil
 }
 
@@ -298,6 +389,21 @@ func (p pictures) Release(string) {
 	p.w.users--
 }
 
+func (p pictures) Get(string) (image.Artifact, error) {
+	return image.Artifact{}, fault.New(fault.NotFound, "nothing is known of it")
+}
+
+// The images of states are the real store's.
+func (p pictures) Begin() (*image.Draft, error) {
+	return nil, errors.New("the test has no store")
+}
+
+func (p pictures) Sweep() error { return nil }
+
+func (p pictures) Pack(context.Context, image.PackOptions) (image.Artifact, error) {
+	return image.Artifact{}, errors.New("the test has no store")
+}
+
 func (p pictures) List() ([]image.Artifact, error) {
 	return []image.Artifact{{Digest: testDigest}}, nil
 }
@@ -330,6 +436,12 @@ type node struct {
 // ends or stop is called.
 func startNode(t *testing.T, w *world, dir string, adapt func(*Config)) *node {
 	t.Helper()
+	return startNodeAt(t, w, dir, adapt, nil)
+}
+
+// startNodeAt is startNode with a clock, nil for the machine's.
+func startNodeAt(t *testing.T, w *world, dir string, adapt func(*Config), now func() time.Time) *node {
+	t.Helper()
 	w.mu.Lock()
 	w.users = 0 // the store counts users of its own process only
 	w.mu.Unlock()
@@ -340,7 +452,7 @@ func startNode(t *testing.T, w *world, dir string, adapt func(*Config)) *node {
 	if err := cfg.Validate(); err != nil {
 		t.Fatal(err)
 	}
-	e := New(cfg, Deps{Backends: []backend.Backend{w}, Images: pictures{w}, Slots: w, Log: quietLog(t)})
+	e := New(cfg, Deps{Backends: []backend.Backend{w}, Images: pictures{w}, Slots: w, Log: quietLog(t), Now: now})
 	ctx, cancel := context.WithCancel(context.Background())
 	ran := make(chan error, 1)
 	go func() { ran <- e.Run(ctx) }()

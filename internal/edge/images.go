@@ -24,7 +24,13 @@ type ImageUser interface {
 	// Acquire makes an image's tree usable until Release.
 	Acquire(ctx context.Context, digest string) (backend.Rootfs, image.Artifact, error)
 	Release(digest string)
+	Get(digest string) (image.Artifact, error)
 	List() ([]image.Artifact, error)
+	// Begin makes a place for an image of a sandbox's state.
+	Begin() (*image.Draft, error)
+	Pack(ctx context.Context, o image.PackOptions) (image.Artifact, error)
+	// Sweep removes what was deleted in an earlier run and is not in use.
+	Sweep() error
 }
 
 // ImageMaker is what admins need of it.
@@ -148,11 +154,23 @@ func progressToProto(p image.Progress) *edgev1.ImportImageResponse {
 }
 
 func imageToProto(a image.Artifact) *opendsecv1.Image {
-	return &opendsecv1.Image{
-		Digest: a.Digest, Kind: "oci", Size: a.Size, Source: a.Source, Architecture: a.Architecture,
+	p := &opendsecv1.Image{
+		Digest: a.Digest, Kind: a.Kind, Size: a.Size, Source: a.Source, Architecture: a.Architecture,
 		Config: &opendsecv1.ImageConfig{
 			Env: a.Config.Env, User: a.Config.User, Workdir: a.Config.Workdir,
 			Entrypoint: a.Config.Entrypoint, Cmd: a.Config.Cmd, Labels: a.Config.Labels,
 		},
+	}
+	if a.Memory != nil {
+		p.Snapshot = snapshotToProto(a.Memory.Snapshot)
+	}
+	return p
+}
+
+func snapshotToProto(s backend.Snapshot) *opendsecv1.SnapshotInfo {
+	return &opendsecv1.SnapshotInfo{
+		Backend: string(s.Backend), Virtualization: s.Stamp.Virtualization, Runtime: s.Stamp.Runtime, Kernel: s.Stamp.Kernel,
+		CpuFeatures: s.Stamp.CPUFeatures, Agent: s.Stamp.Agent, CpuCoresLimit: s.Limits.CPU, MemoryLimitMb: s.Limits.MemoryMB,
+		DiskLimitMb: s.Limits.DiskMB, PidsLimit: s.Limits.PIDs,
 	}
 }

@@ -179,7 +179,7 @@ func (b *box) owns() bool {
 	}
 	b.mu.Lock()
 	defer b.mu.Unlock()
-	return b.entry.Handle != nil || !b.old
+	return b.entry.Handle != nil || !b.old || b.waking
 }
 
 func (o *ownership) ids() []sandbox.ID {

@@ -97,6 +97,19 @@ func (p *probes) all() map[sandbox.Backend]probe {
 	return all
 }
 
+// able lists the backends that work and can do something, strongest first.
+func (p *probes) able(can func(backend.Features) bool) []sandbox.Backend {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	var able []sandbox.Backend
+	for _, name := range sandbox.Backends {
+		if result, ok := p.known[name]; ok && result.Reason == "" && can(result.Features) {
+			able = append(able, name)
+		}
+	}
+	return able
+}
+
 // choose returns the backend to take for the one that was asked for.
 func (p *probes) choose(want sandbox.Backend) (sandbox.Backend, error) {
 	p.mu.Lock()

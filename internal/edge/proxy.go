@@ -56,6 +56,7 @@ type proxy struct {
 // passage is one request on its way.
 type passage struct {
 	box   *box
+	spell *spell
 	path  string
 	agent http.RoundTripper
 	body  io.Closer // the request's
@@ -99,7 +100,7 @@ func (p *proxy) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 		p.refuse(w, r, err)
 		return
 	}
-	agent, err := b.enter()
+	sp, err := p.e.enter(ctx, b)
 	if err != nil {
 		p.refuse(w, r, err)
 		return
@@ -109,8 +110,8 @@ func (p *proxy) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 	ctx, cancel := context.WithCancelCause(ctx)
 	defer cancel(nil)
 	// A machine that is gone sends no word of it over a connection that is open.
-	defer context.AfterFunc(b.life, func() { cancel(b.why()) })()
-	ctx = context.WithValue(ctx, passageKey{}, &passage{b, path, agent.Transport(), r.Body})
+	defer context.AfterFunc(sp.ctx, func() { cancel(context.Cause(sp.ctx)) })()
+	ctx = context.WithValue(ctx, passageKey{}, &passage{b, sp, path, sp.agent.Transport(), r.Body})
 	// HTTP/1.1 reads no more of a request once an answer has begun, unless told to.
 	_ = http.NewResponseController(w).EnableFullDuplex() // HTTP/2 always does, and says "not supported"
 	p.reverse.ServeHTTP(w, r.WithContext(ctx))
@@ -172,20 +173,20 @@ func (p *proxy) broken(w http.ResponseWriter, r *http.Request, err error) {
 // to be known.
 const graceToKnow = time.Second
 
-// explain says why the way to an agent broke: with the sandbox's end if it has
-// ended, or is found to have within a moment.
+// explain says why the way to an agent broke: with the sandbox's end or pause
+// if there is one, or is found to be within a moment.
 func (p *proxy) explain(ctx context.Context, err error) *fault.Error {
-	b := passageOf(ctx).box
+	b, sp := passageOf(ctx).box, passageOf(ctx).spell
 	grace := time.NewTimer(graceToKnow)
 	defer grace.Stop()
 	if context.Cause(ctx) == nil {
 		select {
-		case <-b.life.Done():
+		case <-sp.ctx.Done():
 		case <-ctx.Done():
 		case <-grace.C:
 		}
 	}
-	if cause := b.why(); cause != nil {
+	if cause := context.Cause(sp.ctx); cause != nil {
 		return rpc.Fault(ctx, cause)
 	}
 	p.e.log.Debug("the way to an agent broke", "sandbox", b.id, "request_id", rpc.RequestID(ctx), "error", err)

@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"os"
 	"sync"
 	"time"
 
@@ -28,15 +29,19 @@ func (e *Edge) recover(ctx context.Context) error {
 		b.old = true
 		e.boxes[b.id] = b
 		switch entry.Phase {
-		case journal.Running:
-			e.used = e.used.Add(b.cost)
+		case journal.Running, journal.Paused:
+			e.hold(b)
 			tried.Add(1)
-			e.spawn(func() { e.live(b, e.readopt(tried.Done)) })
+			begin := e.readopt(tried.Done)
+			if entry.Saved != nil {
+				begin = e.rest(tried.Done)
+			}
+			e.spawn(func() { e.live(b, begin) })
 		case journal.Ended:
 			close(b.created)
 			close(b.ended)
 		default:
-			e.used = e.used.Add(b.cost)
+			e.hold(b)
 			unfinished = append(unfinished, b)
 		}
 	}
@@ -53,13 +58,19 @@ func (e *Edge) recover(ctx context.Context) error {
 		removed := e.repair(ctx, l)
 		e.log.Warn("found something that an earlier run left", "kind", l.kind, "name", l.name, "detail", l.detail, "removed", removed)
 	}
+	if err := e.deps.Images.Sweep(); err != nil {
+		e.log.Error("cannot remove images that were deleted", "error", err)
+	}
 	for _, b := range unfinished {
 		e.spawn(func() { e.live(b, e.unmade) })
 	}
 	return nil
 }
 
-// readopt returns how a running box begins after a restart: find its machine
+// hold counts a box of an earlier run.
+func (e *Edge) hold(b *box) { e.holding(b, b.status().State == sandbox.Paused) }
+
+// readopt returns how a box with a machine begins after a restart: find the machine
 // again. It does not give up while the machine may exist, and calls tried
 // after the first attempt.
 func (e *Edge) readopt(tried func()) func(*box) error {
@@ -88,6 +99,24 @@ func (e *Edge) readopt(tried func()) func(*box) error {
 	}
 }
 
+// rest returns how a paused box without a machine begins after a restart. The
+// machine that it was paused of may be there still.
+func (e *Edge) rest(tried func()) func(*box) error {
+	return func(b *box) error {
+		defer tried()
+		b.answer()
+		e.recallUndo(b)
+		if _, err := os.Stat(b.entry.Saved.Dir); err != nil {
+			b.finish(sandbox.End{
+				Reason: sandbox.ReasonLost, Domain: sandbox.Infra, Time: e.now(), Detail: "its saved state is gone: " + err.Error(),
+			})
+			return nil
+		}
+		e.shed(b.life, b, b.current())
+		return nil
+	}
+}
+
 // goneEnd is the end of a sandbox whose machine ended while no edge ran.
 func goneEnd(err error, now time.Time) sandbox.End {
 	return sandbox.End{
@@ -104,7 +133,13 @@ func (e *Edge) reach(b *box) error {
 	if err != nil {
 		return err
 	}
-	e.adopt(b, inst, b.entry.AgentToken)
+	e.adopt(b, b.current(), inst, b.token())
+	if p, ok := inst.(backend.Pauser); ok && b.status().State == sandbox.Running {
+		// A pause that was cut off did not happen.
+		if err := p.Resume(ctx); err != nil {
+			e.log.Error("cannot let a sandbox go on; resuming it tries again", "sandbox", b.id, "error", err)
+		}
+	}
 	e.log.Info("found a sandbox again", "sandbox", b.id)
 	return nil
 }
@@ -128,27 +163,44 @@ func (e *Edge) recall(ctx context.Context, b *box) (backend.Instance, error) {
 	return inst, nil
 }
 
-// recallUndo puts on the box's undo stack what its journal says it has taken.
+// recallUndo puts on the undo stacks of the box and its spell what its journal
+// says it has taken, and removes states that are not whole.
 func (e *Edge) recallUndo(b *box) {
+	if err := e.journal.RemoveTemps(b.id); err != nil {
+		e.log.Error("cannot remove what an earlier run left", "sandbox", b.id, "error", err)
+	}
 	b.undo.add("remove its files", func(context.Context) error { return e.journal.RemoveMachineDir(b.id) })
+	sp := b.begin()
 	b.mu.Lock()
-	slot, phase := b.entry.Slot, b.entry.Phase
+	slot, phase, saved := b.entry.Slot, b.entry.Phase, b.entry.Saved
 	b.mu.Unlock()
 	if slot != nil {
-		e.holdSlot(b, *slot)
+		e.holdSlot(b, sp, *slot)
 	}
-	if phase == journal.Running {
-		if _, _, err := e.acquireImage(b.life, b); err != nil {
+	if phase == journal.Running || phase == journal.Paused {
+		if _, err := e.acquireImage(b.life, b); err != nil {
 			// The machine has what it needs of it already.
-			e.log.Error("the image of a running sandbox is not in the store any more", "sandbox", b.id, "error", err)
+			e.log.Error("the image of a sandbox is not in the store any more", "sandbox", b.id, "error", err)
 		}
 	}
-	b.undo.add("end its machine", func(ctx context.Context) error { return e.endMachine(ctx, b) })
+	if saved == nil {
+		// A resume that an earlier run did not bring to its end.
+		if err := e.unkeep(b); err != nil {
+			e.log.Error("cannot remove what an earlier run left", "sandbox", b.id, "error", err)
+		}
+	}
+	sp.undo.add("end its machine", func(ctx context.Context) error { return e.endMachine(ctx, b) })
 }
 
 // endMachine ends the machine of a box that an earlier run made, found again
 // or not.
 func (e *Edge) endMachine(ctx context.Context, b *box) error {
+	b.mu.Lock()
+	handle := b.entry.Handle
+	b.mu.Unlock()
+	if handle == nil {
+		return nil // what there was of it has been removed as a leak
+	}
 	inst, _ := b.machine()
 	if inst == nil {
 		var err error

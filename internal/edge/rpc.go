@@ -8,6 +8,7 @@ import (
 
 	edgev1 "github.com/kernflux/opendsec/api/gen/edge/v1"
 	"github.com/kernflux/opendsec/api/gen/edge/v1/edgev1connect"
+	"github.com/kernflux/opendsec/internal/edge/journal"
 	"github.com/kernflux/opendsec/internal/mtls"
 	"github.com/kernflux/opendsec/internal/rpc"
 	"github.com/kernflux/opendsec/internal/sandbox"
@@ -22,6 +23,7 @@ func guard(next http.Handler) http.Handler {
 		edgev1connect.EdgeWatchProcedure:          {mtls.RoleAPIServer, mtls.RoleWatcher},
 		edgev1connect.EdgeForgetEndedProcedure:    {mtls.RoleAPIServer, mtls.RoleWatcher},
 		edgev1connect.EdgeDestroySandboxProcedure: {mtls.RoleAPIServer, mtls.RoleWatcher},
+		edgev1connect.EdgeDeleteImageProcedure:    {mtls.RoleAPIServer, mtls.RoleWatcher},
 		dataPlane: {mtls.RoleAPIServer, mtls.RoleE2B},
 	}, next)
 }
@@ -29,7 +31,7 @@ func guard(next http.Handler) http.Handler {
 // routes is what the edge answers, before the question who asks.
 func (e *Edge) routes() http.Handler {
 	mux := http.NewServeMux()
-	mux.Handle(edgev1connect.NewEdgeHandler(service{e: e}, connect.WithInterceptors(rpc.Interceptor(e.log), waiting{e})))
+	mux.Handle(edgev1connect.NewEdgeHandler(service{e}, connect.WithInterceptors(rpc.Interceptor(e.log), waiting{e})))
 	proxy := e.newProxy()
 	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		// Not by the mux: it would redirect paths that it finds unclean, and
@@ -69,10 +71,7 @@ func (i waiting) WrapStreamingHandler(next connect.StreamingHandlerFunc) connect
 
 // service is the Edge service: it reads requests, asks the Edge and renders
 // what comes back.
-type service struct {
-	edgev1connect.UnimplementedEdgeHandler
-	e *Edge
-}
+type service struct{ e *Edge }
 
 var _ edgev1connect.EdgeHandler = service{}
 
@@ -81,7 +80,7 @@ func (s service) CreateSandbox(ctx context.Context, req *connect.Request[edgev1.
 	if err != nil {
 		return nil, err
 	}
-	st, err := s.e.create(ctx, entry)
+	st, err := s.e.create(ctx, entry, origin{})
 	if err != nil {
 		return nil, err
 	}
@@ -136,15 +135,69 @@ func (s service) GetMetrics(ctx context.Context, req *connect.Request[edgev1.Get
 	if err != nil {
 		return nil, err
 	}
-	inst, err := b.measurable()
-	if err != nil {
-		return nil, err
-	}
-	used, err := inst.Usage(ctx)
+	used, err := b.usage(ctx)
 	if err != nil {
 		return nil, err
 	}
 	return connect.NewResponse(&edgev1.GetMetricsResponse{Metrics: metricsToProto(b.spec().Limits, used, s.e.now())}), nil
+}
+
+func (s service) PauseSandbox(ctx context.Context, req *connect.Request[edgev1.PauseSandboxRequest]) (*connect.Response[edgev1.PauseSandboxResponse], error) {
+	b, err := s.e.get(req.Msg.GetId())
+	if err != nil {
+		return nil, err
+	}
+	if err := s.e.pause(ctx, b, nil); err != nil {
+		return nil, err
+	}
+	return connect.NewResponse(&edgev1.PauseSandboxResponse{Status: statusToProto(b.status())}), nil
+}
+
+func (s service) ResumeSandbox(ctx context.Context, req *connect.Request[edgev1.ResumeSandboxRequest]) (*connect.Response[edgev1.ResumeSandboxResponse], error) {
+	b, err := s.e.get(req.Msg.GetId())
+	if err != nil {
+		return nil, err
+	}
+	if err := s.e.resume(ctx, b); err != nil {
+		return nil, err
+	}
+	return connect.NewResponse(&edgev1.ResumeSandboxResponse{Status: statusToProto(b.status())}), nil
+}
+
+func (s service) ForkSandbox(ctx context.Context, req *connect.Request[edgev1.ForkSandboxRequest]) (*connect.Response[edgev1.ForkSandboxResponse], error) {
+	b, err := s.e.get(req.Msg.GetId())
+	if err != nil {
+		return nil, err
+	}
+	var children []journal.Entry
+	for _, c := range req.Msg.GetChildren() {
+		entry, err := entryFromProto(c)
+		if err != nil {
+			return nil, err
+		}
+		children = append(children, entry)
+	}
+	results, err := s.e.fork(ctx, b, children, !req.Msg.GetFilesOnly())
+	if err != nil {
+		return nil, err
+	}
+	res := &edgev1.ForkSandboxResponse{}
+	for _, r := range results {
+		res.Results = append(res.Results, forkedToProto(r))
+	}
+	return connect.NewResponse(res), nil
+}
+
+func (s service) SnapshotSandbox(ctx context.Context, req *connect.Request[edgev1.SnapshotSandboxRequest]) (*connect.Response[edgev1.SnapshotSandboxResponse], error) {
+	b, err := s.e.get(req.Msg.GetId())
+	if err != nil {
+		return nil, err
+	}
+	art, err := s.e.snapshot(ctx, b, !req.Msg.GetFilesOnly())
+	if err != nil {
+		return nil, err
+	}
+	return connect.NewResponse(&edgev1.SnapshotSandboxResponse{Image: imageToProto(art)}), nil
 }
 
 func (s service) Watch(ctx context.Context, _ *connect.Request[edgev1.WatchRequest], stream *connect.ServerStream[edgev1.WatchResponse]) error {

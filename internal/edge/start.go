@@ -6,7 +6,7 @@ import (
 	"errors"
 	"fmt"
 	"maps"
-	"net"
+	"path/filepath"
 	"strings"
 	"time"
 
@@ -23,8 +23,8 @@ import (
 // create makes a sandbox, or returns the one that its id has already. It
 // answers when the sandbox's agent did. When every caller that waits for a
 // create has gone, the create is undone.
-func (e *Edge) create(ctx context.Context, entry journal.Entry) (status, error) {
-	b, err := e.admit(entry)
+func (e *Edge) create(ctx context.Context, entry journal.Entry, from origin) (status, error) {
+	b, err := e.admit(entry, from)
 	if err != nil {
 		return status{}, err
 	}
@@ -47,7 +47,7 @@ func (e *Edge) create(ctx context.Context, entry journal.Entry) (status, error) 
 
 // admit returns the box of the entry's id, and makes it if there is room for
 // it. The caller counts as waiting for it until it calls waits.
-func (e *Edge) admit(entry journal.Entry) (*box, error) {
+func (e *Edge) admit(entry journal.Entry, from origin) (*box, error) {
 	if err := e.choose(&entry); err != nil {
 		return nil, err
 	}
@@ -59,13 +59,12 @@ func (e *Edge) admit(entry journal.Entry) (*box, error) {
 	if b := e.boxes[entry.ID]; b != nil {
 		return b, b.join(entry)
 	}
-	cost := entry.Spec.Limits.Resources()
+	cost := entry.Spec.Holds(false)
 	if room := e.capacity.Sub(e.used); !cost.Fits(room) {
-		return nil, fault.New(fault.Capacity, "node %s has no room: the sandbox wants %s, free are %s; stop sandboxes or ask for less",
-			e.cfg.Name, describe(cost), describe(room))
+		return nil, e.noRoom(cost, room)
 	}
 	b := e.newBox(entry)
-	b.waiters = 1
+	b.waiters, b.held, b.origin = 1, cost, from
 	if !e.spawnLocked(func() { e.live(b, e.begin) }) {
 		return nil, errEdgeStops
 	}
@@ -77,20 +76,67 @@ func (e *Edge) admit(entry journal.Entry) (*box, error) {
 // choose settles the backend and refuses what this node cannot do at all.
 func (e *Edge) choose(entry *journal.Entry) error {
 	spec := &entry.Spec
-	if spec.OnIdle == sandbox.PauseOnIdle {
-		f := fault.New(fault.Unsupported, "no backend can pause a sandbox in this version; use on_idle \"stop\"")
-		f.Field = "spec.on_idle"
-		return f
-	}
 	if most := float64(e.cores()); spec.Limits.CPU > most {
 		return fault.Invalid("spec.cpu_cores_limit", "%g cores are more than the %g of node %s", spec.Limits.CPU, most, e.cfg.Name)
+	}
+	if err := e.fitImage(entry); err != nil {
+		return err
 	}
 	chosen, err := e.probes.choose(spec.Backend)
 	if err != nil {
 		return err
 	}
 	spec.Backend = chosen
+	if spec.OnIdle == sandbox.PauseOnIdle {
+		if err := e.need(chosen, "pause a sandbox", canPause); err != nil {
+			err.Field = "spec.on_idle"
+			return err
+		}
+	}
 	return nil
+}
+
+// fitImage sees that a snapshot with memory can be started as it is asked for.
+// An image that is not there is refused later, when it is opened.
+func (e *Edge) fitImage(entry *journal.Entry) error {
+	art, err := e.deps.Images.Get(entry.ImageDigest)
+	if err != nil || art.Memory == nil {
+		return nil
+	}
+	spec, snap := &entry.Spec, art.Memory.Snapshot
+	if spec.Backend == sandbox.Auto || spec.Backend == "" {
+		spec.Backend = snap.Backend
+	}
+	if spec.Backend != snap.Backend {
+		f := fault.New(fault.Unsupported, "image %s is a snapshot with memory of a %s sandbox: it starts on that backend only, not on %s", spec.Image, snap.Backend, spec.Backend)
+		f.Field, f.Backends = "spec.backend", []sandbox.Backend{snap.Backend}
+		return f
+	}
+	if spec.Limits != snap.Limits {
+		return fault.Invalid("spec", "image %s is a snapshot with memory and has the limits of its machine, %s; leave the limits out", spec.Image, describeLimits(snap.Limits))
+	}
+	return e.canRestore(snap)
+}
+
+// canRestore returns why this node cannot start a snapshot with memory.
+func (e *Edge) canRestore(snap backend.Snapshot) error {
+	maker, ok := e.backends[snap.Backend].(backend.Restorer)
+	if !ok {
+		return fault.New(fault.Unsupported, "node %s cannot start snapshots with memory of the backend %s", e.cfg.Name, snap.Backend)
+	}
+	if err := maker.CanRestore(snap); err != nil {
+		return fault.New(fault.Unsupported, "node %s cannot start this snapshot: %w", e.cfg.Name, err)
+	}
+	return nil
+}
+
+func (e *Edge) noRoom(want, room sandbox.Resources) error {
+	return fault.New(fault.Capacity, "node %s has no room: the sandbox wants %s, free are %s; stop sandboxes or ask for less",
+		e.cfg.Name, describe(want), describe(room))
+}
+
+func describeLimits(l sandbox.Limits) string {
+	return fmt.Sprintf("%g cores, %d MiB memory, %d MiB disk, %d processes", l.CPU, l.MemoryMB, l.DiskMB, l.PIDs)
 }
 
 func describe(r sandbox.Resources) string {
@@ -130,16 +176,20 @@ func (e *Edge) start(ctx context.Context, b *box) error {
 		return err
 	}
 	b.undo.add("remove its files", func(context.Context) error { return e.journal.RemoveMachineDir(b.id) })
-	cfg, art, err := e.gather(ctx, b)
+	art, err := e.acquireImage(ctx, b)
 	if err != nil {
 		return err
 	}
+	from := b.origin
+	if art.Memory != nil && from.from == nil {
+		from = origin{from: &art.Memory.Snapshot, token: art.Memory.AgentToken}
+	}
 	gathered := time.Now()
-	if err := e.boot(ctx, b, cfg); err != nil {
+	if err := e.boot(ctx, b, from); err != nil {
 		return err
 	}
 	booted := time.Now()
-	if err := e.greet(ctx, b, art); err != nil {
+	if err := e.greet(ctx, b); err != nil {
 		return err
 	}
 	greeted := time.Now()
@@ -151,52 +201,41 @@ func (e *Edge) start(ctx context.Context, b *box) error {
 	return nil
 }
 
-// gather gets the image and the network slot side by side; a backend may take
-// the slot itself.
-func (e *Edge) gather(ctx context.Context, b *box) (backend.Config, image.Artifact, error) {
-	spec := b.spec()
-	cfg := backend.Config{ID: b.id, Hostname: hostname(b.id, spec), Limits: spec.Limits, Agent: e.deps.Agent}
-	var art image.Artifact
-	var err error
-	if cfg.StateDir, err = e.journal.MakeMachineDir(b.id); err != nil {
-		return cfg, art, err
-	}
-	var g errgroup.Group // without a context: what one has got, the other's failure must not lose
-	g.Go(func() error {
-		var err error
-		cfg.Rootfs, art, err = e.acquireImage(ctx, b)
-		return err
-	})
-	g.Go(func() error {
-		if _, itself := e.backends[spec.Backend].(backend.Slotter); itself {
-			return nil
-		}
-		var err error
-		cfg.Slot, err = e.deps.Slots.Acquire(ctx)
-		if err != nil {
-			return fmt.Errorf("get a network slot: %w", err)
-		}
-		e.holdSlot(b, cfg.Slot)
-		return nil
-	})
-	return cfg, art, g.Wait()
-}
-
-func (e *Edge) acquireImage(ctx context.Context, b *box) (backend.Rootfs, image.Artifact, error) {
+// acquireImage opens the box's image for the whole of its life.
+func (e *Edge) acquireImage(ctx context.Context, b *box) (image.Artifact, error) {
 	digest := b.entry.ImageDigest
 	rootfs, art, err := e.deps.Images.Acquire(ctx, digest)
 	if err != nil {
-		return rootfs, art, fmt.Errorf("open the image %s: %w", digest, err)
+		return art, fmt.Errorf("open the image %s: %w", digest, err)
 	}
+	b.mu.Lock()
+	b.art, b.rootfs = art, rootfs
+	b.mu.Unlock()
 	b.undo.add("release its image", func(context.Context) error { e.deps.Images.Release(digest); return nil })
-	return rootfs, art, nil
+	return art, nil
 }
 
-func (e *Edge) holdSlot(b *box, slot backend.Slot) {
+// config says what machine a box has. With memory it has the agent that was in it.
+func (e *Edge) config(b *box, from *backend.Snapshot) backend.Config {
+	agent := e.deps.Agent
+	if from != nil && from.Memory {
+		agent = e.agentOf(from.Stamp.Agent)
+	}
 	b.mu.Lock()
-	b.entry.Slot = &slot
-	b.mu.Unlock()
-	b.undo.add("release its network", func(context.Context) error { e.deps.Slots.Release(slot); return nil })
+	defer b.mu.Unlock()
+	spec := b.entry.Spec
+	return backend.Config{
+		ID: b.id, Hostname: hostname(b.id, spec), Limits: spec.Limits, Rootfs: b.rootfs, Agent: agent,
+		StateDir: e.journal.MachineDir(b.id), From: from,
+	}
+}
+
+// agentOf returns the agent of an ID, which lies beside the present one.
+func (e *Edge) agentOf(id string) backend.Agent {
+	if id == e.deps.Agent.ID {
+		return e.deps.Agent
+	}
+	return image.AgentAt(filepath.Dir(filepath.Dir(e.deps.Agent.EROFS)), id)
 }
 
 func hostname(id sandbox.ID, spec sandbox.Spec) string {
@@ -206,63 +245,44 @@ func hostname(id sandbox.ID, spec sandbox.Spec) string {
 	return string(id)
 }
 
-// boot makes the machine and begins to watch it.
-func (e *Edge) boot(ctx context.Context, b *box, cfg backend.Config) error {
+// boot makes the machine and begins to watch it. What it has taken is in the
+// box's new spell.
+func (e *Edge) boot(ctx context.Context, b *box, from origin) error {
+	cfg := e.config(b, from.from)
+	if _, err := e.journal.MakeMachineDir(b.id); err != nil {
+		return outOfDisk(err)
+	}
+	sp := b.begin()
 	maker := e.backends[b.spec().Backend]
+	own, itself := maker.(backend.Slotter)
+	if !itself {
+		slot, err := e.deps.Slots.Acquire(ctx)
+		if err != nil {
+			return fmt.Errorf("get a network slot: %w", err)
+		}
+		cfg.Slot = slot
+		e.holdSlot(b, sp, cfg.Slot)
+	}
 	inst, err := maker.Create(ctx, cfg)
 	if err != nil {
 		return fmt.Errorf("make a %s machine: %w", b.spec().Backend, err)
 	}
-	if s, ok := maker.(backend.Slotter); ok {
-		e.holdSlot(b, s.SlotOf(inst))
+	if itself {
+		e.holdSlot(b, sp, own.SlotOf(inst))
 	}
-	b.undo.add("end its machine", inst.Destroy)
-	e.adopt(b, inst, rand.Text())
+	sp.undo.add("end its machine", inst.Destroy)
+	known := from.token
+	b.mu.Lock()
+	b.entry.Agent = cfg.Agent.ID
+	if b.entry.AgentToken == "" {
+		b.entry.AgentToken = rand.Text()
+	}
+	if known == "" {
+		known = b.entry.AgentToken
+	}
+	b.mu.Unlock()
+	e.adopt(b, sp, inst, known)
 	return nil
-}
-
-// adopt takes a machine into the box: how to reach it, and a watch over it.
-func (e *Edge) adopt(b *box, inst backend.Instance, token string) {
-	handle := inst.Handle()
-	dialled := &connections{inst: inst, open: map[net.Conn]bool{}}
-	agent := agentclient.New(dialled.dial, token)
-	b.mu.Lock()
-	b.inst, b.agent = inst, agent
-	b.entry.Handle, b.entry.AgentToken = &handle, token
-	b.mu.Unlock()
-
-	// The watch ends with the machine, or with the last step back.
-	ctx, cancel := context.WithCancel(e.run)
-	watched := make(chan struct{})
-	go func() {
-		defer close(watched)
-		e.watchMachine(ctx, b, inst)
-	}()
-	letGo := func() {
-		agent.Close()
-		dialled.close()
-		cancel()
-		<-watched
-	}
-	b.mu.Lock()
-	b.letGo = letGo
-	b.mu.Unlock()
-	b.undo.add("let go of its machine", func(context.Context) error { letGo(); return nil })
-}
-
-// watchMachine ends the box when its machine ends.
-func (e *Edge) watchMachine(ctx context.Context, b *box, inst backend.Instance) {
-	exit, err := inst.Wait(ctx)
-	if ctx.Err() != nil {
-		return
-	}
-	if err != nil {
-		e.log.Error("cannot watch a machine any more", "sandbox", b.id, "error", err)
-		exit.Detail = err.Error()
-	}
-	if b.finish(exitEnd(exit, e.now())) {
-		e.log.Warn("a machine ended by itself", "sandbox", b.id, "out_of_memory", exit.OutOfMemory, "detail", exit.Detail)
-	}
 }
 
 // exitEnd says what the end of a machine that nobody asked for means. Unless
@@ -283,31 +303,33 @@ func exitEnd(exit backend.Exit, now time.Time) sandbox.End {
 
 // greet waits for the agent and gives the machine its identity. The handle is
 // written meanwhile.
-func (e *Edge) greet(ctx context.Context, b *box, art image.Artifact) error {
-	_, agent := b.machine()
+func (e *Edge) greet(ctx context.Context, b *box) error {
 	var g errgroup.Group
 	g.Go(func() error { return e.record(b, journal.Lazy, nil) })
-	g.Go(func() error {
-		if err := agent.WaitReady(ctx); err != nil {
-			return fmt.Errorf("wait for the agent: %w", err)
-		}
-		if _, err := agent.Hello(ctx, e.identity(b, art)); err != nil {
-			return fmt.Errorf("greet the agent: %w", err)
-		}
-		return nil
-	})
+	g.Go(func() error { return e.introduce(ctx, b) })
 	return g.Wait()
 }
 
-func (e *Edge) identity(b *box, art image.Artifact) agentclient.Identity {
-	spec := b.spec()
-	id := agentclient.Identity{
-		SandboxID: b.id, Hostname: hostname(b.id, spec), Env: environment(art.Config.Env, spec.Env),
-		User: art.Config.User, Workdir: art.Config.Workdir, Now: e.now(), Entropy: make([]byte, 64),
+// introduce waits for the agent and gives the machine its identity.
+func (e *Edge) introduce(ctx context.Context, b *box) error {
+	_, agent := b.machine()
+	if err := agent.WaitReady(ctx); err != nil {
+		return fmt.Errorf("wait for the agent: %w", err)
 	}
+	if _, err := agent.Hello(ctx, e.identity(b)); err != nil {
+		return fmt.Errorf("greet the agent: %w", err)
+	}
+	return nil
+}
+
+func (e *Edge) identity(b *box) agentclient.Identity {
 	b.mu.Lock()
-	id.Token = b.entry.AgentToken
+	spec, config, token := b.entry.Spec, b.art.Config, b.entry.AgentToken
 	b.mu.Unlock()
+	id := agentclient.Identity{
+		Token: token, SandboxID: b.id, Hostname: hostname(b.id, spec), Env: environment(config.Env, spec.Env),
+		User: config.User, Workdir: config.Workdir, Now: e.now(), Entropy: make([]byte, 64), Generation: rand.Text(),
+	}
 	if spec.User != "" {
 		id.User = spec.User
 	}

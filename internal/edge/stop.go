@@ -86,6 +86,9 @@ func (e *Edge) look(b *box) time.Duration {
 		now = e.now()
 		v = judgeIdle(d, created, u, a, now)
 	}
+	if v.end == sandbox.ReasonIdle && b.spec().OnIdle == sandbox.PauseOnIdle {
+		return e.pauseIdle(b, u)
+	}
 	if v.end != "" {
 		if b.expire(v.end, u, now) {
 			e.log.Info("a deadline passed", "sandbox", b.id, "reason", v.end)
@@ -97,6 +100,19 @@ func (e *Edge) look(b *box) time.Duration {
 		return 0
 	}
 	return min(max(v.next.Sub(now), time.Millisecond), longestWait)
+}
+
+// pauseIdle pauses a box whose idle time passed, and returns when to look again.
+func (e *Edge) pauseIdle(b *box, u usage) time.Duration {
+	switch err := e.pause(b.life, b, &u); {
+	case err == nil:
+		return 0
+	case errors.Is(err, errUsed):
+		return time.Millisecond
+	default:
+		e.log.Error("cannot pause an idle sandbox; it is tried again", "sandbox", b.id, "error", err, "again_in", longestWait)
+		return longestWait
+	}
 }
 
 // expire ends the box, unless it is idle time that passed and the box was used
@@ -153,6 +169,10 @@ func (e *Edge) destroy(ctx context.Context, id sandbox.ID, end sandbox.End) (st 
 	return b.status(), true, nil
 }
 
+// settlePatience is how long the removal of a box waits for a state operation
+// that its end has cut off.
+const settlePatience = 2 * time.Second
+
 // remove gives back all that the box has taken, and tries again until that is
 // done. failure is why its create failed, nil when it ran; then the callers of
 // the create are answered after the first attempt, and the box is forgotten at
@@ -160,11 +180,14 @@ func (e *Edge) destroy(ctx context.Context, id sandbox.ID, end sandbox.End) (st 
 func (e *Edge) remove(b *box, failure error) {
 	never := b.setFailure(failure)
 	e.recordStopping(b)
+	patience, cancel := context.WithTimeout(context.WithoutCancel(e.run), settlePatience)
+	b.settle(patience)
+	cancel()
 	for wait := 100 * time.Millisecond; ; wait = min(2*wait, 10*time.Second) {
 		// Not bound to the box's life, which has ended, nor to the edge's: what
 		// was begun is finished.
 		ctx, cancel := context.WithTimeout(context.WithoutCancel(e.run), stepTimeout)
-		err := b.undo.run(ctx)
+		err := b.giveBack(ctx)
 		cancel()
 		if err == nil {
 			break
@@ -219,14 +242,14 @@ func (e *Edge) recordStopping(b *box) {
 func (e *Edge) finished(b *box, never bool) {
 	err := e.record(b, journal.Lazy, func(entry *journal.Entry) {
 		entry.Phase = journal.Ended
-		entry.Handle, entry.Slot, entry.AgentToken = nil, nil, ""
-		b.inst, b.agent = nil, nil
+		entry.Handle, entry.Slot, entry.AgentToken, entry.Saved = nil, nil, "", nil
+		b.spell = nil
 	})
 	if err != nil {
 		e.log.Error("cannot record the end of a sandbox", "sandbox", b.id, "error", err)
 	}
 	e.mu.Lock()
-	e.used = e.used.Sub(b.cost)
+	e.used = e.used.Sub(b.held)
 	e.mu.Unlock()
 	st := b.status()
 	e.log.Info("removed", "sandbox", b.id, "reason", st.End.Reason, "domain", st.End.Domain)

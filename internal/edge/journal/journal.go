@@ -13,6 +13,8 @@ import (
 	"path/filepath"
 	"time"
 
+	"golang.org/x/sys/unix"
+
 	"github.com/kernflux/opendsec/internal/backend"
 	"github.com/kernflux/opendsec/internal/sandbox"
 )
@@ -139,12 +141,19 @@ func (j *Journal) Keep(id sandbox.ID, temp string) error {
 	return nil
 }
 
-// Unkeep removes the SavedDir.
-func (j *Journal) Unkeep(id sandbox.ID) error {
-	if err := os.RemoveAll(j.SavedDir(id)); err != nil {
-		return fmt.Errorf("remove the saved state of sandbox %s: %w", id, err)
+// Unkeep makes the SavedDir one of MakeTemp again, which the caller removes. One
+// that is not there is no error.
+func (j *Journal) Unkeep(id sandbox.ID) (temp string, err error) {
+	if temp, err = j.MakeTemp(id); err == nil {
+		// Not by os.Rename, which refuses a directory that is there.
+		if err = unix.Rename(j.SavedDir(id), temp); errors.Is(err, fs.ErrNotExist) {
+			err = nil
+		}
 	}
-	return nil
+	if err != nil {
+		return "", fmt.Errorf("give up the saved state of sandbox %s: %w", id, err)
+	}
+	return temp, nil
 }
 
 // RemoveTemps removes what MakeTemp made.
