@@ -284,13 +284,17 @@ func testRestoreCompatible(e *env) {
 	}
 }
 
+// ownFiles are files that each machine has its own of, or that change.
+const ownFiles = " /etc/hostname /etc/hosts /etc/machine-id /run/opendsec " + countFile + " " + countFile + ".new"
+
 // testRestoreFiles makes a machine of files only: all of them are as they were,
 // the ones of the image that were deleted or replaced too, and nothing runs.
 func testRestoreFiles(e *env) {
 	m := e.create(usual)
 	c := m.startCounter()
 	m.shell(changeFiles)
-	want := m.shell(listTree + " " + m.mounts())
+	list := listTree + " " + m.mounts() + ownFiles
+	want := m.shell(list)
 	s := m.take(false)
 	c.stop()
 	r := e.restore(s)
@@ -302,7 +306,7 @@ func testRestoreFiles(e *env) {
 		e.Errorf("a program that counts runs in a machine of files only: from %d to %d", n, now)
 	}
 	r.want("echo $FROM_SANDBOX; hostname; cat /proc/1/comm", "yes\n"+r.cfg.Hostname+"\nagent\n")
-	if diff := diffTrees(want.Stdout, r.shell(listTree+" "+r.mounts()).Stdout); diff != "" {
+	if diff := diffTrees(want.Stdout, r.shell(list).Stdout); diff != "" {
 		e.Errorf("files of a machine of files only (-want +got):\n%s", diff)
 	}
 	// They can be changed like any others.
@@ -431,12 +435,13 @@ func testRestoreRecover(e *env) {
 func testRestoreLimits(e *env) {
 	const written = 16 << 20
 	for _, memory := range e.kinds() {
+		limitsVisible(e.restore(e.create(usual).take(memory)))
 		m := e.create(tight)
 		m.writeMany("/written", written)
 		s := m.take(memory)
 		m.destroy()
 		for _, limit := range []func(*machine){
-			limitsVisible, memoryLimit, pidsLimit, cpuLimit,
+			memoryLimit, pidsLimit, cpuLimit,
 			func(m *machine) { m.Helper(); diskLimit(m, written) },
 		} {
 			r := e.restore(s)
