@@ -263,7 +263,12 @@ func readField(dir, file, field string) (int64, error) {
 	if err != nil {
 		return 0, err
 	}
-	for line := range strings.Lines(string(b)) {
+	return fieldOf(string(b), file, field)
+}
+
+// fieldOf finds a number in the text of a control file.
+func fieldOf(text, file, field string) (int64, error) {
+	for line := range strings.Lines(text) {
 		name, value, ok := strings.Cut(strings.TrimSpace(line), " ")
 		if ok && name == field {
 			n, err := strconv.ParseInt(value, 10, 64)
