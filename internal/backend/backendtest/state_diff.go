@@ -50,14 +50,16 @@ echo 'twice' >/made/rewritten; echo 'written' >>/made/rewritten
 touch -d '1999-12-31 23:59:59' /made/old
 `
 
-// listTree lists a file tree with all that a layer keeps, but extended
-// attributes. Its arguments are the directories to leave out.
+// listTree lists a file tree after changeFiles, with all that a layer keeps but
+// extended attributes. Times are those of files that have whole seconds, as a
+// layer need not keep more. Its arguments are the directories to leave out.
 const listTree = `list() {
   set -- $* ; skip=
   for d in $*; do skip="$skip -path $d -prune -o"; done
-  find / $skip -type f -print0 | xargs -0 stat -c '%f %u %g %s %h %Y %n'
+  find / $skip -type f -print0 | xargs -0 stat -c '%f %u %g %s %h %n'
   find / $skip -type f -print0 | xargs -0 sha1sum
   find / $skip -type f -o -print0 | xargs -0 stat -c '%f %u %g %t:%T %N'
+  stat -c '%Y %n' /made/old /usr/share/kept/a
 }; list`
 
 // mounts returns the places in the machine that are mounts of their own, and
