@@ -32,7 +32,7 @@ import (
 	opendsecv1 "github.com/kernflux/opendsec/api/gen/opendsec/v1"
 	"github.com/kernflux/opendsec/api/gen/process"
 	"github.com/kernflux/opendsec/internal/backend"
-	"github.com/kernflux/opendsec/internal/backend/container"
+	"github.com/kernflux/opendsec/internal/backend/builtin"
 	"github.com/kernflux/opendsec/internal/cgroup"
 	"github.com/kernflux/opendsec/internal/image"
 	"github.com/kernflux/opendsec/internal/image/imagetest"
@@ -41,8 +41,8 @@ import (
 	"github.com/kernflux/opendsec/internal/testenv"
 )
 
-// The tests of this file run an edge as a process of its own, with containers,
-// the real agent, the image store and network slots, so that it can be killed.
+// The tests of this file run an edge as a process of its own, with the real
+// backends and agent, the image store and network slots, so that it can be killed.
 
 // nodeEnv tells the test's binary to be such an edge, on that directory.
 const nodeEnv = "OPENDSEC_TEST_EDGE"
@@ -74,13 +74,20 @@ func beNode(dir string) (err error) {
 	if err != nil {
 		return err
 	}
-	containers, err := container.Open(container.Options{Log: log, StateDir: state, Prefix: prefix, Agent: agent})
+	slots := netslot.NewPool(log, prefix, 4)
+	backends, err := builtin.Open(builtin.Options{
+		Log: log, StateDir: state, Prefix: prefix, Agent: agent, Slots: slots, SentryPath: filepath.Join(dir, "opendsec-sentry"), ReadyMachines: 2,
+	})
 	if err != nil {
 		return err
 	}
-	defer func() { err = errors.Join(err, containers.Close()) }()
-	e := New(Config{Name: "real", StateDir: state, AgentPath: filepath.Join(dir, "agent")}, Deps{
-		Backends: []backend.Backend{containers}, Agent: agent, Images: images, Slots: netslot.NewPool(log, prefix, 4), Log: log,
+	defer func() {
+		for _, b := range backends {
+			err = errors.Join(err, b.Close())
+		}
+	}()
+	e := New(Config{Name: "real", StateDir: state, AgentPath: filepath.Join(dir, "agent"), CPUOvercommit: 100, DiskReserveMB: 16}, Deps{
+		Backends: backends, Agent: agent, Images: images, Slots: slots, Log: log,
 	})
 	socket := filepath.Join(dir, "socket")
 	if err := os.Remove(socket); err != nil && !errors.Is(err, os.ErrNotExist) {
@@ -105,22 +112,28 @@ func cleartext() *http.Protocols {
 // realNode is the edge's process as a test sees it.
 type realNode struct {
 	node
-	t      *testing.T
-	dir    string
-	digest string
-	proc   *exec.Cmd
+	t       *testing.T
+	dir     string
+	digest  string
+	backend sandbox.Backend // of what it is asked to make
+	proc    *exec.Cmd
 }
 
-// newRealNode builds the agent and an image, and starts an edge.
+// newRealNode builds the programs and an image, and starts an edge.
 func newRealNode(t *testing.T) *realNode {
-	if os.Getuid() != 0 {
-		t.Fatal("this test makes containers and must run as root")
-	}
 	dir, err := os.MkdirTemp("/var/tmp", "opendsec-edge-")
 	if err != nil {
 		t.Fatal(err)
 	}
-	n := &realNode{t: t, dir: dir}
+	return newRealNodeIn(t, dir)
+}
+
+// newRealNodeIn is newRealNode in an empty directory, which it removes.
+func newRealNodeIn(t *testing.T, dir string) *realNode {
+	if os.Getuid() != 0 {
+		t.Fatal("this test makes sandboxes and must run as root")
+	}
+	n := &realNode{t: t, dir: dir, backend: sandbox.Container}
 	n.url = "http://edge"
 	n.http = &http.Client{Transport: &http.Transport{
 		Protocols: cleartext(),
@@ -129,10 +142,12 @@ func newRealNode(t *testing.T) *realNode {
 		},
 	}}
 	n.client = edgev1connect.NewEdgeClient(n.http, n.url)
-	build := exec.Command("go", "build", "-trimpath", "-o", filepath.Join(dir, "agent"), "github.com/kernflux/opendsec/cmd/opendsec-agent")
-	build.Env = append(os.Environ(), "CGO_ENABLED=0")
-	if out, err := build.CombinedOutput(); err != nil {
-		t.Fatalf("build the agent: %v\n%s", err, out)
+	for name, pkg := range map[string]string{"agent": "opendsec-agent", "opendsec-sentry": "opendsec-sentry"} {
+		build := exec.Command("go", "build", "-trimpath", "-ldflags=-s -w", "-o", filepath.Join(dir, name), "github.com/kernflux/opendsec/cmd/"+pkg)
+		build.Env = append(os.Environ(), "CGO_ENABLED=0")
+		if out, err := build.CombinedOutput(); err != nil {
+			t.Fatalf("build %s: %v\n%s", pkg, err, out)
+		}
 	}
 	store := n.store()
 	n.digest = importBusybox(t, store, dir)
@@ -165,7 +180,7 @@ func importBusybox(t *testing.T, store *image.Store, dir string) string {
 		imagetest.File("etc/passwd", "root:x:0:0:root:/root:/bin/sh\napp:x:1000:1000::/srv:/bin/sh\n"),
 		imagetest.File("etc/group", "root:x:0:\napp:x:1000:\n"),
 	}
-	for _, applet := range []string{"sh", "cat", "head", "sleep", "echo", "id"} {
+	for _, applet := range []string{"sh", "cat", "head", "sleep", "echo", "id", "dd", "mkdir", "rm", "sync", "tail"} {
 		entries = append(entries, imagetest.Symlink("bin/"+applet, "busybox"))
 	}
 	path, err := layout.Write(filepath.Join(dir, "oci"), empty.Index)
@@ -285,6 +300,7 @@ func (n *realNode) request(id sandbox.ID) *edgev1.CreateSandboxRequest {
 	req.ImageDigest = n.digest
 	req.Spec.User = "root"
 	req.Spec.PidsLimit = 64
+	req.Spec.Backend = string(n.backend)
 	return req
 }
 

@@ -24,7 +24,7 @@ func guard(next http.Handler) http.Handler {
 		edgev1connect.EdgeForgetEndedProcedure:    {mtls.RoleAPIServer, mtls.RoleWatcher},
 		edgev1connect.EdgeDestroySandboxProcedure: {mtls.RoleAPIServer, mtls.RoleWatcher},
 		edgev1connect.EdgeDeleteImageProcedure:    {mtls.RoleAPIServer, mtls.RoleWatcher},
-		dataPlane: {mtls.RoleAPIServer, mtls.RoleE2B},
+		dataPlane:                                 {mtls.RoleAPIServer, mtls.RoleE2B},
 	}, next)
 }
 
