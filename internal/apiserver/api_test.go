@@ -217,6 +217,15 @@ func TestAuthorization(t *testing.T) {
 			_, err := u.sandboxes.SetTTL(ctx, connect.NewRequest(&opendsecv1.SetTTLRequest{Id: id}))
 			return err
 		}, forbidden, yes, yes, unknown},
+		"pause":            {func(u *user) error { _, err := u.pause(id); return err }, forbidden, yes, yes, unknown},
+		"resume":           {func(u *user) error { _, err := u.resume(id); return err }, forbidden, yes, yes, unknown},
+		"fork":             {func(u *user) error { _, err := u.fork(id); return err }, forbidden, yes, yes, unknown},
+		"snapshot":         {func(u *user) error { _, err := u.snapshot(id, "root/demo/snap:1", false); return err }, forbidden, yes, yes, unknown},
+		"snapshot to root": {func(u *user) error { _, err := u.snapshot(id, "root/snap:1", false); return err }, forbidden, unknown, yes, unknown},
+		"pack diff": {func(u *user) error {
+			_, err := u.sandboxes.PackDiff(ctx, connect.NewRequest(&opendsecv1.PackDiffRequest{Id: id, Name: "root/demo/diff:1"}))
+			return err
+		}, forbidden, yes, yes, unknown},
 		"data plane": {func(u *user) error { return u.data(id, "/health") }, forbidden, yes, yes, unknown},
 		"images": {func(u *user) error {
 			_, err := u.images.ListImages(ctx, connect.NewRequest(&opendsecv1.ListImagesRequest{Project: "root/demo"}))

@@ -9,6 +9,7 @@ import (
 	"net"
 	"net/http"
 	"path/filepath"
+	"sync/atomic"
 	"testing"
 	"time"
 
@@ -38,8 +39,10 @@ type cluster struct {
 	ca    *ca.CA
 	dir   string // of certificates
 	edges []*edgetest.Edge
+	iam   string // its address
 	url   string
 	http  *http.Client
+	ahead atomic.Int64 // of the time, by the API's clock
 }
 
 // Images that each cluster has.
@@ -100,15 +103,23 @@ func (c *cluster) start(nodes []watcher.Node) {
 			DB: c.db, Edge: c.client(watchID.ClientConfig(mtls.RoleEdge)), Log: log,
 		}).Run(ctx)
 	})
-	apiID := c.identity(mtls.RoleAPIServer)
-	api := apiserver.New(apiserver.Config{IAMAddress: iamAddress, Version: "test", StopTimeout: 2 * time.Second}, apiserver.Deps{
-		DB: c.db, IAM: c.client(apiID.ClientConfig(mtls.RoleIAM)), Edge: c.client(apiID.ClientConfig(mtls.RoleEdge)), Log: log,
-	})
-	c.url = "https://" + c.serve(apiID.PublicConfig(), api.Handler())
+	c.iam = iamAddress
+	c.url = c.api()
 	pool := x509.NewCertPool()
 	pool.AppendCertsFromPEM(c.ca.CertPEM())
 	c.http = c.client(&tls.Config{RootCAs: pool})
 	c.waitHealthy(len(nodes))
+}
+
+// api runs an API, which may be one of several, and returns its URL.
+func (c *cluster) api() string {
+	c.t.Helper()
+	id := c.identity(mtls.RoleAPIServer)
+	api := apiserver.New(apiserver.Config{IAMAddress: c.iam, Version: "test", StopTimeout: 2 * time.Second}, apiserver.Deps{
+		DB: c.db, IAM: c.client(id.ClientConfig(mtls.RoleIAM)), Edge: c.client(id.ClientConfig(mtls.RoleEdge)),
+		Log: slog.New(slog.DiscardHandler), Now: func() time.Time { return time.Now().Add(time.Duration(c.ahead.Load())) },
+	})
+	return "https://" + c.serve(id.PublicConfig(), api.Handler())
 }
 
 // fill records the projects, callers and images that tests use.

@@ -173,7 +173,9 @@ func (s *Server) create(ctx context.Context, o *order) ([]made, error) {
 		return results, nil
 	}
 	s.undo(ctx, results)
-	s.freeKey(ctx, o)
+	if o.from.source == nil || !fault.Is(err, fault.SandboxEnded) {
+		s.freeKey(ctx, o) // else who ended a copy may have taken the key over; see clearLost
+	}
 	return nil, err
 }
 

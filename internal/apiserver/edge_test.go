@@ -107,6 +107,15 @@ func (pictures) Acquire(_ context.Context, digest string) (backend.Rootfs, image
 func (pictures) Release(string)                  {}
 func (pictures) List() ([]image.Artifact, error) { return nil, nil }
 func (pictures) Delete(string) error             { return nil }
+func (pictures) Sweep() error                    { return nil }
+func (pictures) Begin() (*image.Draft, error)    { return nil, io.ErrUnexpectedEOF }
+func (pictures) Get(digest string) (image.Artifact, error) {
+	return image.Artifact{Digest: digest}, nil
+}
+
+func (pictures) Pack(context.Context, image.PackOptions) (image.Artifact, error) {
+	return image.Artifact{}, io.ErrUnexpectedEOF
+}
 func (pictures) Import(context.Context, image.ImportOptions, func(image.Progress)) (image.Artifact, error) {
 	return image.Artifact{}, io.ErrUnexpectedEOF
 }

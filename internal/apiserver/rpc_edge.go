@@ -2,6 +2,7 @@ package apiserver
 
 import (
 	"context"
+	"errors"
 	"net/http"
 	"strings"
 	"sync"
@@ -106,10 +107,21 @@ func (e *edges) destroy(ctx context.Context, address string, id sandbox.ID, end 
 	return machineFromProto(status).end, nil
 }
 
+// brokenOff is fault.FromConnect for calls that a node may take long for: one
+// that it ends because it stops is Unavailable, not canceled, which is said of
+// our own caller only.
+func brokenOff(ctx context.Context, err error) error {
+	err = fault.FromConnect(err)
+	if errors.Is(err, context.Canceled) && ctx.Err() == nil {
+		return fault.New(fault.Unavailable, "the node ended the call before it was done: try again")
+	}
+	return err
+}
+
 func (e *edges) pause(ctx context.Context, address string, id sandbox.ID) (machine, error) {
 	res, err := e.at(address).PauseSandbox(ctx, connect.NewRequest(&edgev1.PauseSandboxRequest{Id: string(id)}))
 	if err != nil {
-		return machine{}, fault.FromConnect(err)
+		return machine{}, brokenOff(ctx, err)
 	}
 	return machineFromProto(res.Msg.GetStatus()), nil
 }
@@ -117,7 +129,7 @@ func (e *edges) pause(ctx context.Context, address string, id sandbox.ID) (machi
 func (e *edges) resume(ctx context.Context, address string, id sandbox.ID) (machine, error) {
 	res, err := e.at(address).ResumeSandbox(ctx, connect.NewRequest(&edgev1.ResumeSandboxRequest{Id: string(id)}))
 	if err != nil {
-		return machine{}, fault.FromConnect(err)
+		return machine{}, brokenOff(ctx, err)
 	}
 	return machineFromProto(res.Msg.GetStatus()), nil
 }
@@ -136,7 +148,7 @@ func (e *edges) fork(ctx context.Context, address string, source sandbox.ID, fil
 	}
 	res, err := e.at(address).ForkSandbox(ctx, connect.NewRequest(req))
 	if err != nil {
-		return nil, fault.FromConnect(err)
+		return nil, brokenOff(ctx, err)
 	}
 	out := make([]copied, len(children))
 	for i := range out {
@@ -156,7 +168,7 @@ func (e *edges) fork(ctx context.Context, address string, source sandbox.ID, fil
 func (e *edges) snapshot(ctx context.Context, address string, id sandbox.ID, filesOnly bool) (*opendsecv1.Image, error) {
 	res, err := e.at(address).SnapshotSandbox(ctx, connect.NewRequest(&edgev1.SnapshotSandboxRequest{Id: string(id), FilesOnly: filesOnly}))
 	if err != nil {
-		return nil, fault.FromConnect(err)
+		return nil, brokenOff(ctx, err)
 	}
 	return res.Msg.GetImage(), nil
 }

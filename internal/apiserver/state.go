@@ -174,8 +174,9 @@ func (s *Server) backToPaused(ctx context.Context, id sandbox.ID) {
 	}
 }
 
-// recordState records what a node said after a pause or a resume: the times are
-// its own, so that they are the same for all who hear of them.
+// recordState records what a node said after a pause or a resume, unless it has
+// said something newer meanwhile. The times are its own, so that they are the
+// same for all who hear of them.
 func (s *Server) recordState(ctx context.Context, id sandbox.ID, m machine) (*sandbox.Sandbox, error) {
 	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), recordTime)
 	defer cancel()
@@ -186,6 +187,14 @@ func (s *Server) recordState(ctx context.Context, id sandbox.ID, m machine) (*sa
 		if m.end != nil {
 			return r.Finish(*m.end)
 		}
+		if err := r.Follow(m.state, m.pausedAt, m.pausedFor); err != nil {
+			return err
+		}
+		if r.State != sandbox.Starting {
+			return nil
+		}
+		// It was to be woken, and this is how that went, whatever the node's clock
+		// makes of the pause.
 		if err := r.MoveTo(m.state); err != nil {
 			return err
 		}
