@@ -175,6 +175,8 @@ type layerWriter struct {
 	file *os.File
 	buf  *bufio.Writer
 	skip bool // the file can be moved in
+	// gone names a whiteout: the sentry links all of a machine to one.
+	gone map[string]bool
 }
 
 // buffered is how much of a file is copied with what is around it; more is
@@ -182,7 +184,7 @@ type layerWriter struct {
 const buffered = 64 << 10
 
 func newLayerWriter(w *os.File) *layerWriter {
-	l := &layerWriter{file: w, buf: bufio.NewWriterSize(w, 4*buffered)}
+	l := &layerWriter{file: w, buf: bufio.NewWriterSize(w, 4*buffered), gone: map[string]bool{}}
 	if info, err := w.Stat(); err == nil && info.Mode().IsRegular() {
 		_, err := w.Seek(0, io.SeekCurrent)
 		l.skip = err == nil
@@ -258,7 +260,7 @@ func (w *layerWriter) entry(log *slog.Logger, h *tar.Header, data io.Reader, pag
 		log.Warn("a file is left out of a layer, where its name would mean that another is deleted", "file", name)
 		return nil
 	}
-	if h.Typeflag == tar.TypeChar && h.Devmajor == 0 && h.Devminor == 0 {
+	if w.whiteout(h) {
 		dir, base := path.Split(name)
 		return w.header(&tar.Header{Typeflag: tar.TypeReg, Name: dir + whiteout + base, Mode: 0o600, ModTime: h.ModTime})
 	}
@@ -288,6 +290,15 @@ func (w *layerWriter) entry(log *slog.Logger, h *tar.Header, data io.Reader, pag
 	default: // a FIFO or a device
 		return w.header(out)
 	}
+}
+
+// whiteout reports whether an entry says that a file is deleted.
+func (w *layerWriter) whiteout(h *tar.Header) bool {
+	is := h.Typeflag == tar.TypeChar && h.Devmajor == 0 && h.Devminor == 0
+	if is {
+		w.gone[h.Name] = true
+	}
+	return is || h.Typeflag == tar.TypeLink && w.gone[h.Linkname]
 }
 
 // attributes sets extended attributes, but for overlayfs' own, and reports

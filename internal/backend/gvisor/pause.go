@@ -10,7 +10,6 @@ import (
 	"strings"
 	"time"
 
-	"golang.org/x/sys/unix"
 	"gvisor.dev/gvisor/pkg/sentry/control"
 	"gvisor.dev/gvisor/pkg/urpc"
 	"gvisor.dev/gvisor/runsc/boot"
@@ -169,11 +168,10 @@ func (s *sentry) standsStill(ctx context.Context) (bool, error) {
 // processState returns the state of process 1 as /proc inside tells it, which
 // also works when all stands still.
 func (s *sentry) processState() (string, error) {
-	fd, err := unix.MemfdCreate("status", unix.MFD_CLOEXEC)
+	out, err := memoryFile("status")
 	if err != nil {
-		return "", fmt.Errorf("make a file for a process's state: %w", err)
+		return "", err
 	}
-	out := os.NewFile(uintptr(fd), "status")
 	defer out.Close()
 	args := control.ReadOpts{Path: "/proc/1/status", FilePayload: urpc.FilePayload{Files: []*os.File{out}}}
 	if err := s.call(boot.FsRead, &args, nil); err != nil {

@@ -79,7 +79,7 @@ func (s *sentry) restore(ctx context.Context, from backend.Snapshot) error {
 		err = s.talk(ctx, func(c *urpc.Client) error { return c.Call(boot.ContMgrWaitRestore, nil, nil) })
 	}
 	if err != nil {
-		return fmt.Errorf("restore: %w", err)
+		return fmt.Errorf("restore: %w", told(err))
 	}
 	return nil
 }
@@ -88,7 +88,7 @@ func (s *sentry) restore(ctx context.Context, from backend.Snapshot) error {
 func (s *sentry) loaded(ctx context.Context) error {
 	return s.talk(ctx, func(c *urpc.Client) error {
 		if err := c.Call(boot.ContMgrWaitFSRestore, &boot.WaitFSRestoreArgs{CID: s.Name}, nil); err != nil {
-			return fmt.Errorf("read the snapshot's files: %w", err)
+			return fmt.Errorf("read the snapshot's files: %w", told(err))
 		}
 		return nil
 	})

@@ -5,6 +5,7 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
+	"io"
 	"os"
 	"path/filepath"
 	"strings"
@@ -143,7 +144,7 @@ func (i *instance) describe(o backend.SnapshotOptions, names []string, files []*
 // writtenBy returns the version of the sentry that wrote a snapshot's first
 // file. It may be another than the one that sentries are started from now.
 func writtenBy(state *os.File) (string, error) {
-	if _, err := state.Seek(0, 0); err != nil {
+	if _, err := state.Seek(0, io.SeekStart); err != nil {
 		return "", err
 	}
 	meta, err := statefile.MetadataUnsafe(state)
@@ -167,26 +168,43 @@ func createFiles(dir string, names []string) ([]*os.File, error) {
 }
 
 // saveMemory makes the sentry write down all that it has. A machine that ran
-// goes on.
+// goes on. The kernel's objects go through memory: a sentry that fails keeps
+// their file open for a while, and so does nothing on the disk.
 func (s *sentry) saveMemory(files []*os.File) error {
-	return full(s.call(boot.ContMgrCheckpoint, &control.SaveOpts{
+	state, err := memoryFile("state")
+	if err != nil {
+		return err
+	}
+	defer func() {
+		state.Truncate(0) // the sentry may have it open
+		state.Close()
+	}()
+	err = told(s.call(boot.ContMgrCheckpoint, &control.SaveOpts{
 		// Not compressed, which takes longer than to write.
 		Metadata:      statefile.CompressionLevelNone.ToMetadata(),
 		HavePagesFile: true,
 		Resume:        true,
-		FilePayload:   urpc.FilePayload{Files: files},
+		FilePayload:   urpc.FilePayload{Files: append([]*os.File{state}, files[1:]...)},
 	}, nil))
+	if err != nil {
+		return err
+	}
+	if _, err := state.Seek(0, io.SeekStart); err != nil {
+		return err
+	}
+	_, err = io.Copy(files[0], state)
+	return err
 }
 
 // saveLayer makes the sentry write down its writable layer. A machine that ran
 // goes on.
 func (s *sentry) saveLayer(files []*os.File) error {
-	return full(s.call(boot.ContMgrFSSave, &boot.FSSaveArgs{FilePayload: urpc.FilePayload{Files: files}}, nil))
+	return told(s.call(boot.ContMgrFSSave, &boot.FSSaveArgs{FilePayload: urpc.FilePayload{Files: files}}, nil))
 }
 
-// full makes an error of the sentry's, which is text only, say that the disk is
+// told makes an error of the sentry's, which is text only, say that the disk is
 // full, and no more than a person wants.
-func full(err error) error {
+func told(err error) error {
 	if err == nil || errors.Is(err, unix.ENOSPC) {
 		return err
 	}
@@ -226,7 +244,7 @@ func (i *instance) Diff(ctx context.Context, w *os.File) error {
 	}
 	defer closeAll(files)
 	if err := writeLayer(ctx, i.b.log, w, files); err != nil {
-		return fmt.Errorf("read the changed files of machine %s: %w", i.id, full(err))
+		return fmt.Errorf("read the changed files of machine %s: %w", i.id, told(err))
 	}
 	return nil
 }

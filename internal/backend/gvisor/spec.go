@@ -123,14 +123,22 @@ func (k key) specFile() (*os.File, error) {
 	if err != nil {
 		return nil, fmt.Errorf("encode the sandbox's specification: %w", err)
 	}
-	fd, err := unix.MemfdCreate("spec", unix.MFD_CLOEXEC)
+	f, err := memoryFile("spec")
 	if err != nil {
-		return nil, fmt.Errorf("make a file for the sandbox's specification: %w", err)
+		return nil, err
 	}
-	f := os.NewFile(uintptr(fd), "spec")
 	if _, err := f.Write(data); err != nil {
 		f.Close()
 		return nil, fmt.Errorf("write the sandbox's specification: %w", err)
 	}
 	return f, nil
+}
+
+// memoryFile makes a file in memory.
+func memoryFile(name string) (*os.File, error) {
+	fd, err := unix.MemfdCreate(name, unix.MFD_CLOEXEC)
+	if err != nil {
+		return nil, fmt.Errorf("make a file in memory: %w", err)
+	}
+	return os.NewFile(uintptr(fd), name), nil
 }
