@@ -293,16 +293,15 @@ func TestForkWhoseNodeDies(t *testing.T) {
 	c := newCluster(t, 1)
 	dev := c.developer()
 	id := dev.mustCreate().GetId()
-	entered, gone := make(chan struct{}), make(chan struct{})
-	c.edges[0].SetHooks(edgetest.Hooks{State: func(context.Context, edgetest.Op, sandbox.ID) error {
+	entered := make(chan struct{})
+	c.edges[0].SetHooks(edgetest.Hooks{State: func(ctx context.Context, _ edgetest.Op, _ sandbox.ID) error {
 		close(entered)
-		<-gone
-		return errors.New("nobody hears this")
+		<-ctx.Done()
+		return ctx.Err()
 	}})
 	go func() {
 		<-entered
 		c.edges[0].Kill()
-		close(gone)
 	}()
 	_, err := dev.fork(id, times(3))
 	wantProblem(t, err, fault.Unavailable, "")

@@ -108,14 +108,15 @@ func (e *edges) destroy(ctx context.Context, address string, id sandbox.ID, end 
 }
 
 // brokenOff is fault.FromConnect for calls that a node may take long for: one
-// that it ends because it stops is Unavailable, not canceled, which is said of
-// our own caller only.
+// that it ends because it stops, with an answer that may be cut off, is
+// Unavailable. It is not canceled, which is said of our own caller only.
 func brokenOff(ctx context.Context, err error) error {
-	err = fault.FromConnect(err)
-	if errors.Is(err, context.Canceled) && ctx.Err() == nil {
+	told := fault.FromConnect(err)
+	cut := connect.CodeOf(err) == connect.CodeUnknown && !connect.IsWireError(err)
+	if ctx.Err() == nil && (cut || errors.Is(told, context.Canceled)) {
 		return fault.New(fault.Unavailable, "the node ended the call before it was done: try again")
 	}
-	return err
+	return told
 }
 
 func (e *edges) pause(ctx context.Context, address string, id sandbox.ID) (machine, error) {

@@ -54,12 +54,13 @@ func (a *App) imageCommand() *cobra.Command {
 
 func (a *App) printImage(m *opendsecv1.Image) error {
 	cfg := m.GetConfig()
-	return a.fields(m, m.GetName(), [][2]string{
+	fields := [][2]string{
 		{"name", m.GetName()}, {"digest", m.GetDigest()}, {"kind", m.GetKind()}, {"size", mib(m.GetSize() >> 20)},
 		{"architecture", m.GetArchitecture()}, {"source", m.GetSource()}, {"created", stamp(m.GetCreatedAt())},
 		{"user", cfg.GetUser()}, {"workdir", cfg.GetWorkdir()}, {"entrypoint", strings.Join(cfg.GetEntrypoint(), " ")},
 		{"command", strings.Join(cfg.GetCmd(), " ")}, {"environment", strings.Join(cfg.GetEnv(), "\n")},
-	})
+	}
+	return a.fields(m, m.GetName(), append(fields, snapshotFields(m.GetSnapshot())...))
 }
 
 func (a *App) imageListCommand() *cobra.Command {

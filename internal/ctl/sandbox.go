@@ -22,7 +22,8 @@ import (
 func (a *App) sandboxCommand() *cobra.Command {
 	sandbox := &cobra.Command{Use: "sandbox", Short: "Make, use and stop sandboxes"}
 	sandbox.AddCommand(a.sandboxRunCommand(), a.sandboxListCommand(), a.sandboxShowCommand(), a.sandboxExecCommand(),
-		a.sandboxLogsCommand(), a.sandboxStopCommand())
+		a.sandboxLogsCommand(), a.sandboxPauseCommand(), a.sandboxResumeCommand(), a.sandboxForkCommand(), a.sandboxSnapshotCommand(),
+		a.sandboxPackDiffCommand(), a.sandboxStopCommand())
 	return sandbox
 }
 
@@ -39,13 +40,17 @@ func (a *App) printSandbox(s *opendsecv1.Sandbox) error {
 	if s.GetEnd() != nil {
 		end = fmt.Sprintf("%s (%s): %s, at %s", s.GetEnd().GetReason(), strings.ToLower(word(s.GetEnd().GetDomain(), "DOMAIN_")), s.GetEnd().GetDetail(), stamp(s.GetEnd().GetTime()))
 	}
+	wakes := ""
+	if spec.GetAutoResume() {
+		wakes = "by any call"
+	}
 	return a.fields(s, s.GetId(), [][2]string{
-		{"id", s.GetId()}, {"project", s.GetProject()}, {"caller", s.GetCaller()},
+		{"id", s.GetId()}, {"project", s.GetProject()}, {"caller", s.GetCaller()}, {"parent", s.GetParent()},
 		{"state", word(s.GetState(), "STATE_")}, {"end", end}, {"node", s.GetNode()}, {"backend", spec.GetBackend()},
 		{"image", spec.GetImage()}, {"digest", s.GetImageDigest()},
-		{"limits", fmt.Sprintf("%s cores, %s memory, %s disk, %d pids", cores(spec.GetCpuCoresLimit()), mib(spec.GetMemoryLimitMb()), mib(spec.GetDiskLimitMb()), spec.GetPidsLimit())},
-		{"idle", seconds(spec.GetTtlRunningStop(), word(spec.GetOnIdle(), "ON_IDLE_"))}, {"lifetime", seconds(spec.GetTtlLifetime(), "stop")},
-		{"labels", pairs(spec.GetLabels())}, {"created", stamp(s.GetCreatedAt())}, {"started", stamp(s.GetStartedAt())},
+		{"limits", limits(spec.GetCpuCoresLimit(), spec.GetMemoryLimitMb(), spec.GetDiskLimitMb(), spec.GetPidsLimit())},
+		{"idle", seconds(spec.GetTtlRunningStop(), word(spec.GetOnIdle(), "ON_IDLE_"))}, {"lifetime", seconds(spec.GetTtlLifetime(), "stop")}, {"wakes", wakes},
+		{"labels", pairs(spec.GetLabels())}, {"created", stamp(s.GetCreatedAt())}, {"started", stamp(s.GetStartedAt())}, {"paused", stamp(s.GetPausedAt())},
 		{"warnings", strings.Join(s.GetWarnings(), "; ")},
 	})
 }
@@ -85,7 +90,8 @@ type runFlags struct {
 	memory, disk, pids                        int64
 	idle, lifetime                            time.Duration
 	env, labels                               []string
-	remove                                    bool
+	onIdle                                    string
+	autoResume, remove                        bool
 }
 
 func (f *runFlags) spec(image string) (*opendsecv1.SandboxSpec, error) {
@@ -97,9 +103,14 @@ func (f *runFlags) spec(image string) (*opendsecv1.SandboxSpec, error) {
 	if err != nil {
 		return nil, err
 	}
+	onIdle, ok := map[string]opendsecv1.OnIdle{"stop": opendsecv1.OnIdle_ON_IDLE_STOP, "pause": opendsecv1.OnIdle_ON_IDLE_PAUSE}[f.onIdle]
+	if !ok {
+		return nil, usage(fmt.Errorf("--on-idle %q: want stop or pause", f.onIdle))
+	}
 	spec := &opendsecv1.SandboxSpec{
 		Image: image, Backend: f.backend, CpuCoresLimit: f.cpu, MemoryLimitMb: f.memory, DiskLimitMb: f.disk, PidsLimit: f.pids,
 		Env: env, Labels: labels, User: f.user, Workdir: f.workdir, Hostname: f.hostname,
+		OnIdle: onIdle, AutoResume: f.autoResume,
 	}
 	if f.idle != 0 {
 		spec.TtlRunningStop = durationpb.New(f.idle)
@@ -139,11 +150,13 @@ exit code as one's own; --rm stops the sandbox afterwards.`,
 	fl := c.Flags()
 	projectFlag(c, &f.project)
 	fl.StringVar(&f.backend, "backend", "auto", "auto, gvisor, container or sim")
-	fl.Float64Var(&f.cpu, "cpu", 0, "cores (default 1)")
-	fl.Int64Var(&f.memory, "memory-mb", 0, "memory in MiB (default 512)")
-	fl.Int64Var(&f.disk, "disk-mb", 0, "what may be written, in MiB (default 10240)")
-	fl.Int64Var(&f.pids, "pids", 0, "processes and threads (default 1024)")
+	fl.Float64Var(&f.cpu, "cpu", 0, "cores (default 1, or the snapshot's)")
+	fl.Int64Var(&f.memory, "memory-mb", 0, "memory in MiB (default 512, or the snapshot's)")
+	fl.Int64Var(&f.disk, "disk-mb", 0, "what may be written, in MiB (default 10240, or the snapshot's)")
+	fl.Int64Var(&f.pids, "pids", 0, "processes and threads (default 1024, or the snapshot's)")
 	fl.DurationVar(&f.idle, "idle", 0, "stop when idle for so long, such as 10m; never unless given")
+	fl.StringVar(&f.onIdle, "on-idle", "stop", "what happens when it is idle for so long: stop or pause")
+	fl.BoolVar(&f.autoResume, "auto-resume", false, "let any call wake it when it is paused")
 	fl.DurationVar(&f.lifetime, "lifetime", 0, "stop after so long; never unless given")
 	fl.StringArrayVarP(&f.env, "env", "e", nil, "variable as NAME=VALUE (repeatable)")
 	fl.StringArrayVarP(&f.labels, "label", "l", nil, "label as NAME=VALUE (repeatable)")
@@ -196,7 +209,7 @@ func listSandboxes(ctx context.Context, api *api, req *opendsecv1.ListSandboxesR
 
 func (a *App) sandboxListCommand() *cobra.Command {
 	var project string
-	var labels []string
+	var labels, states []string
 	var ended bool
 	c := &cobra.Command{
 		Use: "list", Short: "List a project's sandboxes and those of the projects below it", Args: cobra.NoArgs,
@@ -209,7 +222,11 @@ func (a *App) sandboxListCommand() *cobra.Command {
 			if err != nil {
 				return err
 			}
-			all, err := listSandboxes(c.Context(), api, &opendsecv1.ListSandboxesRequest{Project: project, Labels: wanted, Ended: ended})
+			req := &opendsecv1.ListSandboxesRequest{Project: project, Labels: wanted, Ended: ended}
+			if req.States, err = parseStates(states); err != nil {
+				return err
+			}
+			all, err := listSandboxes(c.Context(), api, req)
 			if err != nil {
 				return err
 			}
@@ -222,6 +239,7 @@ func (a *App) sandboxListCommand() *cobra.Command {
 	}
 	projectFlag(c, &project)
 	c.Flags().StringArrayVarP(&labels, "label", "l", nil, "only with this label, as NAME=VALUE (repeatable)")
+	c.Flags().StringArrayVar(&states, "state", nil, "only in this state, such as paused (repeatable)")
 	c.Flags().BoolVarP(&ended, "all", "a", false, "include ended ones")
 	return c
 }
@@ -239,36 +257,34 @@ func (a *App) sandboxShowCommand() *cobra.Command {
 	}
 }
 
-// stopAll stops sandboxes, eight at a time, prints which, and returns all failures.
-func (a *App) stopAll(ctx context.Context, api *api, ids []string) error {
+// forAll does something to sandboxes, eight at a time, prints which, and returns
+// all failures.
+func (a *App) forAll(ctx context.Context, api *api, v verb, ids []string) error {
 	g := new(errgroup.Group)
 	g.SetLimit(8)
 	errs := make([]error, len(ids)+1)
-	ended := make([]*opendsecv1.Sandbox, len(ids))
+	done := make([]*opendsecv1.Sandbox, len(ids))
 	for i, id := range ids {
 		g.Go(func() error {
-			res, err := api.sandboxes.StopSandbox(ctx, connect.NewRequest(&opendsecv1.StopSandboxRequest{Id: id}))
-			if errs[i] = err; err == nil {
-				ended[i] = res.Msg.GetSandbox()
-			}
+			done[i], errs[i] = v.call(ctx, api, id)
 			return nil
 		})
 	}
 	_ = g.Wait() // the functions return nil; errs has what happened
-	errs[len(ids)] = a.printStopped(slices.DeleteFunc(ended, func(s *opendsecv1.Sandbox) bool { return s == nil }))
+	errs[len(ids)] = a.printDone(v.done, slices.DeleteFunc(done, func(s *opendsecv1.Sandbox) bool { return s == nil }))
 	return errors.Join(errs...)
 }
 
-func (a *App) printStopped(ended []*opendsecv1.Sandbox) error {
+func (a *App) printDone(word string, done []*opendsecv1.Sandbox) error {
 	switch {
 	case a.output == "json":
-		return a.printJSON(&opendsecv1.ListSandboxesResponse{Sandboxes: ended})
+		return a.printJSON(&opendsecv1.ListSandboxesResponse{Sandboxes: done})
 	case a.quiet:
-		for _, s := range ended {
+		for _, s := range done {
 			fmt.Fprintln(a.Stdout, s.GetId())
 		}
 	default:
-		fmt.Fprintf(a.Stdout, "stopped %d\n", len(ended))
+		fmt.Fprintf(a.Stdout, "%s %d\n", word, len(done))
 	}
 	return nil
 }
@@ -285,7 +301,7 @@ func (a *App) sandboxStopCommand() *cobra.Command {
 			case !all && len(args) == 0:
 				return usage(fmt.Errorf("which? give ids, or --all"))
 			case !all:
-				return a.stopAll(c.Context(), api, args)
+				return a.forAll(c.Context(), api, stopVerb, args)
 			}
 			project, err := a.project(project)
 			if err != nil {
@@ -304,16 +320,21 @@ func (a *App) sandboxStopCommand() *cobra.Command {
 	return c
 }
 
-// stopFound stops what a search found, once that was confirmed.
-func (a *App) stopFound(ctx context.Context, api *api, found *opendsecv1.ListSandboxesResponse, yes bool) error {
+func idsOf(found *opendsecv1.ListSandboxesResponse) []string {
 	var ids []string
 	for _, s := range found.GetSandboxes() {
 		ids = append(ids, s.GetId())
 	}
+	return ids
+}
+
+// stopFound stops what a search found, once that was confirmed.
+func (a *App) stopFound(ctx context.Context, api *api, found *opendsecv1.ListSandboxesResponse, yes bool) error {
+	ids := idsOf(found)
 	if !yes && len(ids) > 0 {
 		return usage(fmt.Errorf("this would stop %d sandboxes; say --yes to do it", len(ids)))
 	}
-	return a.stopAll(ctx, api, ids)
+	return a.forAll(ctx, api, stopVerb, ids)
 }
 
 func (a *App) sandboxLogsCommand() *cobra.Command {

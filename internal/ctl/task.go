@@ -15,7 +15,8 @@ const taskLabel = "task"
 
 func (a *App) taskCommand() *cobra.Command {
 	task := &cobra.Command{Use: "task", Short: `Look after tasks: the sandboxes with the same "task" label`}
-	task.AddCommand(a.taskListCommand(), a.taskStopCommand())
+	task.AddCommand(a.taskListCommand(), a.taskStateCommand("pause TASK", "Pause all sandboxes of a task that run", opendsecv1.State_STATE_RUNNING, pauseVerb),
+		a.taskStateCommand("resume TASK", "Resume all sandboxes of a task that are paused", opendsecv1.State_STATE_PAUSED, resumeVerb), a.taskStopCommand())
 	return task
 }
 
@@ -83,5 +84,28 @@ func (a *App) taskStopCommand() *cobra.Command {
 	}
 	projectFlag(c, &project)
 	c.Flags().BoolVar(&yes, "yes", false, "really stop all of them")
+	return c
+}
+
+// taskStateCommand does something to the sandboxes of a task that are in a state.
+func (a *App) taskStateCommand(use, short string, from opendsecv1.State, v verb) *cobra.Command {
+	var project string
+	c := &cobra.Command{
+		Use: use, Short: short, Args: cobra.ExactArgs(1),
+		RunE: a.with(func(c *cobra.Command, api *api, args []string) error {
+			project, err := a.project(project)
+			if err != nil {
+				return err
+			}
+			found, err := listSandboxes(c.Context(), api, &opendsecv1.ListSandboxesRequest{
+				Project: project, Labels: map[string]string{taskLabel: args[0]}, States: []opendsecv1.State{from},
+			})
+			if err != nil {
+				return err
+			}
+			return a.forAll(c.Context(), api, v, idsOf(found))
+		}),
+	}
+	projectFlag(c, &project)
 	return c
 }

@@ -56,8 +56,20 @@ func TestChoose(t *testing.T) {
 		"disk that is not counted": {nodes: []Node{node("a", noDisk)}, want: "a"},
 		"by name of backend":       {req: Request{Backend: sandbox.Sim}, nodes: []Node{node("a")}, want: "a"},
 		"pause on sim":             {req: Request{Backend: sandbox.Sim, NeedsPause: "spec.on_idle"}, nodes: []Node{node("a")}, want: "a"},
-		"no nodes":                 {kind: fault.Capacity, text: []string{"no node has reported"}},
-		"all avoided":              {req: Request{Avoid: []string{"a"}}, nodes: []Node{node("a")}, kind: fault.Capacity, text: []string{"a failed to make it"}},
+		"only where it is":         {req: Request{Only: &Only{[]string{"b", "c"}, "image root/a:1"}}, nodes: []Node{node("a"), node("b", half)}, want: "b"},
+		"where it is and full": {req: Request{Only: &Only{[]string{"b"}, "image root/a:1"}}, nodes: []Node{node("a"), node("b", full)}, kind: fault.Capacity,
+			text: []string{"no node has room", "the emptiest, b", "it can be on b only, for image root/a:1"}},
+		"where it is and drained": {req: Request{Only: &Only{[]string{"a"}, "sandbox sb-x"}}, nodes: []Node{node("a", drained), node("b")}, kind: fault.Capacity,
+			text: []string{"a is drained", "it can be on a only, for sandbox sb-x"}},
+		"where it is and no backend": {req: Request{Backend: sandbox.Container, Only: &Only{[]string{"a"}, "image root/a:1"}}, nodes: []Node{node("a"), node("b")},
+			kind: fault.Unsupported, field: "spec.backend", text: []string{"it can be on a only"}},
+		"nowhere": {req: Request{Only: &Only{Thing: "image root/a:1"}}, nodes: []Node{node("a")}, kind: fault.Capacity, text: []string{"no node has image root/a:1"}},
+		"quota before place": {req: Request{Only: &Only{Thing: "image root/a:1"}}, nodes: []Node{node("a")}, kind: fault.QuotaExceeded,
+			projects: []Project{{Path: "root", Quota: Quota{Sandboxes: ptr(int64(0))}}}},
+		"cannot wake by itself": {req: Request{Backend: sandbox.GVisor, NeedsPause: "spec.auto_resume"}, nodes: []Node{node("a")}, kind: fault.Unsupported,
+			field: "spec.auto_resume", text: []string{"cannot pause", "use sim"}},
+		"no nodes":    {kind: fault.Capacity, text: []string{"no node has reported"}},
+		"all avoided": {req: Request{Avoid: []string{"a"}}, nodes: []Node{node("a")}, kind: fault.Capacity, text: []string{"a failed to make it"}},
 		"all sick": {nodes: []Node{node("a", sick), node("b", drained)}, kind: fault.Capacity,
 			text: []string{"a is not healthy (no report for 12s)", "b is drained"}},
 		"full": {nodes: []Node{node("a", full)}, kind: fault.Capacity,
@@ -140,5 +152,28 @@ func TestChooseSpreads(t *testing.T) {
 	}
 	if counts["a"] != 3 || counts["b"] != 3 || counts["c"] != 3 {
 		t.Errorf("got %v; want three on each", counts)
+	}
+}
+
+func TestWake(t *testing.T) {
+	limits := sandbox.Limits{CPU: 1, MemoryMB: 512, DiskMB: 1024, PIDs: 100}
+	for name, c := range map[string]struct {
+		node     Node
+		projects []Project
+		kind     fault.Kind // "" when it may
+		text     string
+	}{
+		"room":    {node: node("a")},
+		"drained": {node: node("a", func(n *Node) { n.Drained = true })}, // it is there already
+		"exactly": {node: node("a", func(n *Node) { n.Used = sandbox.Resources{CPU: 15, MemoryMB: 4096 - 512} })},
+		"full": {node: node("a", func(n *Node) { n.Used.MemoryMB = 4096 - 511 }), kind: fault.Capacity,
+			text: "node a has no room for 1 cores, 512 MiB memory and 1024 MiB disk, which the sandbox needs to run again; it has 16 cores, 511 MiB memory"},
+		"quota": {node: node("a"), projects: []Project{{Path: "root/demo"}, {Path: "root", Quota: Quota{CPU: ptr(2.0)}, Used: sandbox.Resources{CPU: 1.5}}},
+			kind: fault.QuotaExceeded, text: "quota cpu_cores of project root"},
+	} {
+		err := Wake(limits, c.node, c.projects)
+		if c.kind == "" && err != nil || c.kind != "" && (!fault.Is(err, c.kind) || !strings.Contains(err.Error(), c.text)) {
+			t.Errorf("%s: got %v; want %q, %q", name, err, c.kind, c.text)
+		}
 	}
 }
