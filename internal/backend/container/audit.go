@@ -170,6 +170,10 @@ func (b *Backend) Remove(_ context.Context, l backend.Leftover) error {
 		}
 		return b.removeGroups(groupOf(sandbox.ID(name)))
 	case backend.LeftoverLoop:
+		// A file system that a killed process had stopped keeps its device.
+		if file, err := backingFile(l.Name); err == nil {
+			_ = thawDisk(l.Name, file) // it is mounted no more, as a rule
+		}
 		return detachLoop(l.Name)
 	case backend.LeftoverContainer, backend.LeftoverFile:
 		if !strings.HasPrefix(filepath.Clean(l.Name), b.dir+"/") {

@@ -53,7 +53,9 @@ type Backend struct {
 	dir    string // our own
 	prefix string
 	agent  backend.Agent
-	wanted string // the runtime, "" for any
+	wanted string    // the runtime, "" for any
+	fsck   string    // e2fsck
+	warned sync.Once // of snapshots that are whole copies
 	disks  *diskPool
 	stop   context.CancelFunc // ends the pool
 
@@ -82,6 +84,10 @@ func Open(o Options) (*Backend, error) {
 		return nil, fmt.Errorf("container backend: %w; apt-get install e2fsprogs", err)
 	}
 	dir := filepath.Join(o.StateDir, "container")
+	fsck, err := lookProgram("e2fsck")
+	if err != nil {
+		return nil, fmt.Errorf("container backend: %w; apt-get install e2fsprogs", err)
+	}
 	t := &templates{dir: filepath.Join(dir, "disks"), mkfs: mkfs, made: map[int64]string{}}
 	if err := os.MkdirAll(t.dir, 0o700); err != nil {
 		return nil, fmt.Errorf("container backend: %w", err)
@@ -95,7 +101,7 @@ func Open(o Options) (*Backend, error) {
 	}
 	ctx, stop := context.WithCancel(context.Background())
 	return &Backend{
-		log: o.Log, state: o.StateDir, dir: dir, prefix: o.Prefix, agent: o.Agent, wanted: o.Runtime,
+		log: o.Log, state: o.StateDir, dir: dir, prefix: o.Prefix, agent: o.Agent, wanted: o.Runtime, fsck: fsck,
 		disks: newDiskPool(ctx, o.Log, t, ready), stop: stop,
 		live: map[sandbox.ID]*instance{}, trials: map[sandbox.ID]bool{},
 	}, nil
@@ -107,8 +113,11 @@ func (b *Backend) Name() sandbox.Backend { return sandbox.Container }
 // Probe chooses a runtime by running a container with it, if none is chosen
 // yet.
 func (b *Backend) Probe(ctx context.Context) (backend.Features, error) {
-	_, err := b.chosen(ctx, b.agent)
-	return backend.Features{}, err
+	r, err := b.chosen(ctx, b.agent)
+	if err != nil {
+		return backend.Features{}, err
+	}
+	return backend.Features{Pause: r.stops, SnapshotFiles: r.stops}, nil
 }
 
 // Close ends the pool of disks and stops to watch the containers, which go on.
@@ -140,18 +149,21 @@ func (b *Backend) Create(ctx context.Context, cfg backend.Config) (backend.Insta
 
 // record is what is in a Handle.
 type record struct {
-	ID       sandbox.ID   `json:"id"`
-	Process  identity     `json:"process"`
-	StateDir string       `json:"state_dir"`
-	Loop     string       `json:"loop"` // the disk's device
-	Slot     backend.Slot `json:"slot"`
+	ID       sandbox.ID     `json:"id"`
+	Process  identity       `json:"process"`
+	StateDir string         `json:"state_dir"`
+	Loop     string         `json:"loop"` // the disk's device
+	Slot     backend.Slot   `json:"slot"`
+	Limits   sandbox.Limits `json:"limits"`
 }
 
-// Names in a sandbox's state directory.
+// Names in a sandbox's state directory, of which diskFile is a name in a
+// snapshot's as well.
 const (
 	rootDir    = "root" // where the root file system is mounted, on the stage
 	diskFile   = "disk.ext4"
 	configFile = "config.json"
+	pausedFile = "paused" // there while the container is paused by Pause
 )
 
 func (b *Backend) create(ctx context.Context, r *ociRuntime, cfg backend.Config) (_ *instance, err error) {
@@ -160,13 +172,13 @@ func (b *Backend) create(ctx context.Context, r *ociRuntime, cfg backend.Config)
 	if err := os.Mkdir(filepath.Join(cfg.StateDir, rootDir), 0o700); err != nil {
 		return nil, fmt.Errorf("use the state directory: %w", err)
 	}
-	made := record{ID: cfg.ID, StateDir: cfg.StateDir, Slot: cfg.Slot}
+	made := record{ID: cfg.ID, StateDir: cfg.StateDir, Slot: cfg.Slot, Limits: cfg.Limits}
 	defer func() {
 		if err != nil {
 			err = errors.Join(err, b.remove(made))
 		}
 	}()
-	d, err := b.disks.take(ctx, cfg.Limits.DiskMB, filepath.Join(cfg.StateDir, diskFile))
+	d, err := b.diskFor(ctx, cfg)
 	if err != nil {
 		return nil, err
 	}
@@ -201,6 +213,20 @@ func (b *Backend) create(ctx context.Context, r *ociRuntime, cfg backend.Config)
 		return nil, fmt.Errorf("the agent ended at once: %w", err)
 	}
 	return b.adopt(made)
+}
+
+// diskFor returns a new container's disk: an empty one, or a copy of the one in
+// the snapshot that it begins with.
+func (b *Backend) diskFor(ctx context.Context, cfg backend.Config) (*disk, error) {
+	path := filepath.Join(cfg.StateDir, diskFile)
+	if cfg.From == nil {
+		return b.disks.take(ctx, cfg.Limits.DiskMB, path)
+	}
+	from, err := checkSnapshot(*cfg.From, cfg.Limits)
+	if err != nil {
+		return nil, err
+	}
+	return diskOf(ctx, from, cfg.Limits.DiskMB, path)
 }
 
 // groupOf returns the name of a sandbox's control group below the prefix. The
@@ -246,9 +272,10 @@ func (b *Backend) adopt(made record) (*instance, error) {
 		return nil, err
 	}
 	i := &instance{
-		backend: b, record: made, process: p, done: make(chan struct{}),
+		backend: b, record: made, process: p, done: make(chan struct{}), turn: make(chan struct{}, 1),
 		handle: backend.Handle{Backend: sandbox.Container, Data: data},
 	}
+	i.life, i.end = context.WithCancel(context.Background())
 	b.mu.Lock()
 	b.live[made.ID] = i
 	b.watch.Add(1)
@@ -257,8 +284,10 @@ func (b *Backend) adopt(made record) (*instance, error) {
 	return i, nil
 }
 
-// Recover finds a container again.
-func (b *Backend) Recover(_ context.Context, h backend.Handle) (backend.Instance, error) {
+// Recover finds a container again. One that was paused by Pause still is; one
+// that stands still for another reason, because the process that took a
+// snapshot of it was killed, goes on.
+func (b *Backend) Recover(ctx context.Context, h backend.Handle) (backend.Instance, error) {
 	var made record
 	if err := json.Unmarshal(h.Data, &made); err != nil {
 		return nil, fmt.Errorf("recover a container: read its handle: %w", err)
@@ -271,6 +300,9 @@ func (b *Backend) Recover(_ context.Context, h backend.Handle) (backend.Instance
 		if rerr := b.remove(made); rerr != nil {
 			return nil, fmt.Errorf("recover container %s: %w", made.ID, errors.Join(err, rerr))
 		}
+	}
+	if err == nil {
+		err = i.restoreMotion(ctx)
 	}
 	if err != nil {
 		return nil, fmt.Errorf("recover container %s: %w", made.ID, err)
@@ -337,6 +369,11 @@ func (b *Backend) try(ctx context.Context, r *ociRuntime, agent backend.Agent) (
 		return err
 	}
 	r.keepFilter(string(id))
+	if err := errors.Join(i.Pause(ctx), i.Resume(ctx)); err != nil {
+		b.log.Warn("containers cannot be paused here", "runtime", r.path, "error", err)
+	} else {
+		r.stops = true
+	}
 	return nil
 }
 

@@ -4,7 +4,6 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"io"
 	"os"
 	"os/exec"
 	"path/filepath"
@@ -13,6 +12,8 @@ import (
 	"syscall"
 
 	"golang.org/x/sys/unix"
+
+	"github.com/kernflux/opendsec/internal/reflink"
 )
 
 // A disk holds a sandbox's writable layer: an ext4 file system in a sparse
@@ -67,7 +68,7 @@ type templates struct {
 }
 
 // newDisk makes a disk with room for mb MiB at path.
-func (t *templates) newDisk(ctx context.Context, mb int64, path string) (_ *disk, err error) {
+func (t *templates) newDisk(ctx context.Context, mb int64, path string) (*disk, error) {
 	if mb < 1 {
 		return nil, fmt.Errorf("a disk limit of %d MiB: want at least 1", mb)
 	}
@@ -75,6 +76,17 @@ func (t *templates) newDisk(ctx context.Context, mb int64, path string) (_ *disk
 	if err != nil {
 		return nil, err
 	}
+	return diskOf(ctx, template, mb, path)
+}
+
+// diskOf makes a disk at path that is a copy of a disk's file with room for mb
+// MiB, which is in no use.
+func diskOf(ctx context.Context, from string, mb int64, path string) (_ *disk, err error) {
+	source, err := os.Open(from)
+	if err != nil {
+		return nil, fmt.Errorf("make a disk: %w", err)
+	}
+	defer source.Close()
 	f, err := os.OpenFile(path, os.O_RDWR|os.O_CREATE|os.O_EXCL, 0o600)
 	if err != nil {
 		return nil, fmt.Errorf("make a disk: %w", err)
@@ -89,8 +101,8 @@ func (t *templates) newDisk(ctx context.Context, mb int64, path string) (_ *disk
 	if err := unix.Flock(int(f.Fd()), unix.LOCK_EX|unix.LOCK_NB); err != nil {
 		return nil, fmt.Errorf("lock the disk %s: %w", path, err)
 	}
-	if err := copySparse(f, template); err != nil {
-		return nil, fmt.Errorf("copy the disk %s: %w", path, err)
+	if _, err := reflink.CopyFile(ctx, f, source); err != nil {
+		return nil, fmt.Errorf("copy the disk %s to %s: %w", from, path, err)
 	}
 	dev, err := attachLoop(f)
 	if err != nil {
@@ -169,45 +181,6 @@ func (t *templates) format(ctx context.Context, path string) error {
 	return nil
 }
 
-// copySparse makes to, which is empty, a copy of the file at path: as a clone
-// where the file system has those, else by its data alone.
-func copySparse(to *os.File, path string) error {
-	from, err := os.Open(path)
-	if err != nil {
-		return err
-	}
-	defer from.Close()
-	if unix.IoctlFileClone(int(to.Fd()), int(from.Fd())) == nil {
-		return nil
-	}
-	info, err := from.Stat()
-	if err != nil {
-		return err
-	}
-	if err := to.Truncate(info.Size()); err != nil {
-		return err
-	}
-	for end := int64(0); ; {
-		start, err := unix.Seek(int(from.Fd()), end, unix.SEEK_DATA)
-		if err == unix.ENXIO {
-			return nil // no data after this
-		}
-		if err != nil {
-			return fmt.Errorf("find data: %w", err)
-		}
-		end, err = unix.Seek(int(from.Fd()), start, unix.SEEK_HOLE)
-		if err != nil {
-			return fmt.Errorf("find the end of data: %w", err)
-		}
-		if _, err := to.Seek(start, io.SeekStart); err != nil {
-			return err
-		}
-		if _, err := io.Copy(to, io.NewSectionReader(from, start, end-start)); err != nil {
-			return err
-		}
-	}
-}
-
 // mountExt4 mounts a device and returns the mount, which is in no namespace.
 func mountExt4(dev string) (int, error) {
 	fs, err := unix.Fsopen("ext4", unix.FSOPEN_CLOEXEC)
@@ -246,6 +219,81 @@ func mountLog(fs int) string {
 	return ": " + strings.TrimSpace(string(buf[:n]))
 }
 
+// openMounted opens the top directory of a disk's file system, which a container
+// has mounted, by a mount of our own that no namespace has and that ends when
+// the directory is closed. It is an error that is fs.ErrNotExist when the disk
+// at path is not on that loop device any more.
+func openMounted(loop, path string) (*os.File, error) {
+	if file, err := backingFile(loop); err != nil || file != path {
+		return nil, fmt.Errorf("the disk %s is not on %s any more: %w", path, loop, errors.Join(err, os.ErrNotExist))
+	}
+	mount, err := mountExt4(loop) // the same file system once more
+	if err != nil {
+		return nil, err
+	}
+	defer unix.Close(mount)
+	fd, err := unix.Openat(mount, ".", unix.O_RDONLY|unix.O_DIRECTORY|unix.O_CLOEXEC, 0)
+	if err != nil {
+		return nil, fmt.Errorf("open the disk %s: %w", path, err)
+	}
+	return os.NewFile(uintptr(fd), path), nil
+}
+
+// Numbers of the kernel's linux/fs.h.
+const (
+	fiFreeze = 0xc0045877 // FIFREEZE
+	fiThaw   = 0xc0045878 // FITHAW
+)
+
+// quiesce brings all of a disk's file system to its file, top being its top
+// directory, when nothing writes to it any more: it is stopped, which waits
+// for what is under way and writes out all, and goes on at once.
+func quiesce(top *os.File) error {
+	if err := unix.IoctlSetInt(int(top.Fd()), fiFreeze, 0); err != nil {
+		return fmt.Errorf("write out the disk %s: %w", top.Name(), err)
+	}
+	if err := unix.IoctlSetInt(int(top.Fd()), fiThaw, 0); err != nil {
+		return fmt.Errorf("let the disk %s go on: %w", top.Name(), err)
+	}
+	return nil
+}
+
+// thawDisk lets a disk's file system go on that a killed process had stopped.
+// One that was not stopped is no error.
+func thawDisk(loop, path string) error {
+	top, err := openMounted(loop, path)
+	if err != nil {
+		return err
+	}
+	defer top.Close()
+	if err := unix.IoctlSetInt(int(top.Fd()), fiThaw, 0); err != nil && err != unix.EINVAL {
+		return fmt.Errorf("let the disk %s go on: %w", path, err)
+	}
+	return nil
+}
+
+// repair makes a disk's file, copied while it was mounted and stood still, one
+// that was unmounted. What it finds is files that were deleted and are still
+// open, which without a journal are on no list.
+func (b *Backend) repair(ctx context.Context, path string) error {
+	const corrected = 1 // exit code: errors were found and none is left
+	cmd := exec.CommandContext(ctx, b.fsck, "-p", "-E", "fixes_only", path)
+	out, err := cmd.CombinedOutput()
+	var exit *exec.ExitError
+	if err == nil || errors.As(err, &exit) && exit.ExitCode() == corrected {
+		return nil
+	}
+	if ctx.Err() != nil {
+		return ctx.Err()
+	}
+	err = fmt.Errorf("check the disk %s: %w: %s", path, err, strings.TrimSpace(string(out)))
+	var st unix.Statfs_t
+	if unix.Statfs(path, &st) == nil && st.Bavail == 0 {
+		err = fmt.Errorf("%w: %w", err, unix.ENOSPC)
+	}
+	return err
+}
+
 // manyDirty is how many bytes that are not on the host's disk yet are worth a
 // shutdown of the file system, which the kernel announces in its log.
 const manyDirty = 8 << 20
@@ -268,20 +316,12 @@ func discardWrites(loop, path string, used int64) error {
 	if used-image.Sys().(*syscall.Stat_t).Blocks*512 < manyDirty {
 		return nil
 	}
-	if devices, err := loopDevices(); err != nil || devices[loop] != path {
-		return fmt.Errorf("the disk %s is not on %s any more: %w", path, loop, errors.Join(err, os.ErrNotExist))
-	}
-	mount, err := mountExt4(loop) // the same file system once more
+	top, err := openMounted(loop, path)
 	if err != nil {
 		return err
 	}
-	defer unix.Close(mount)
-	top, err := unix.Openat(mount, ".", unix.O_RDONLY|unix.O_DIRECTORY|unix.O_CLOEXEC, 0)
-	if err != nil {
-		return fmt.Errorf("open the disk %s: %w", path, err)
-	}
-	defer unix.Close(top)
-	if err := unix.IoctlSetPointerInt(top, ext4Shutdown, ext4NoLogFlush); err != nil {
+	defer top.Close()
+	if err := unix.IoctlSetPointerInt(int(top.Fd()), ext4Shutdown, ext4NoLogFlush); err != nil {
 		return fmt.Errorf("shut the disk %s down: %w", path, err)
 	}
 	return nil

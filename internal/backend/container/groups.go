@@ -2,7 +2,9 @@ package container
 
 import (
 	"context"
+	"errors"
 	"fmt"
+	"io/fs"
 	"os"
 	"path/filepath"
 	"slices"
@@ -13,6 +15,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
+	"github.com/kernflux/opendsec/internal/cgroup"
 	"github.com/kernflux/opendsec/internal/sandbox"
 )
 
@@ -46,6 +49,9 @@ func (b *Backend) removeGroups(name string) error {
 	if err != nil {
 		return err
 	}
+	if err := b.killGroups(name); err != nil {
+		return err
+	}
 	ctx, cancel := context.WithTimeout(context.Background(), removeWait)
 	defer cancel()
 	for _, m := range mounts {
@@ -68,6 +74,20 @@ func (b *Backend) removeGroups(name string) error {
 		}
 	}
 	return nil
+}
+
+// killGroups kills the processes of a group where it can be stopped: one that
+// stands still does not die by a signal alone. A group that does not exist, or
+// cannot be stopped on this host, is no error.
+func (b *Backend) killGroups(name string) error {
+	freezer, err := cgroup.OpenFreezer(b.prefix, name)
+	if errors.Is(err, fs.ErrNotExist) {
+		return nil
+	}
+	if err != nil {
+		return err
+	}
+	return freezer.Kill()
 }
 
 // killGroup kills the processes that are in a group's directory.

@@ -8,7 +8,6 @@ import (
 	"net"
 	"os"
 	"path/filepath"
-	"sync"
 	"sync/atomic"
 	"time"
 
@@ -31,11 +30,27 @@ type instance struct {
 	exit       backend.Exit // how it ended; set before done is closed
 	lost       error        // why that is not known; set before done is closed
 
-	mu      sync.Mutex // held by Destroy
-	removed bool
+	// turn holds one while a method changes how the container is: Pause, Resume,
+	// Snapshot, Diff and Destroy come one after another.
+	turn    chan struct{}
+	life    context.Context    // done when it was destroyed or has ended
+	end     context.CancelFunc // ends life
+	removed bool               // changed in turn only
 }
 
 var _ backend.Instance = (*instance)(nil)
+
+// enter waits for the caller's turn, which leave ends.
+func (i *instance) enter(ctx context.Context) error {
+	select {
+	case i.turn <- struct{}{}:
+		return nil
+	case <-ctx.Done():
+		return ctx.Err()
+	}
+}
+
+func (i *instance) leave() { <-i.turn }
 
 // Handle returns what Recover needs.
 func (i *instance) Handle() backend.Handle { return i.handle }
@@ -73,6 +88,7 @@ func (i *instance) watch() {
 		delete(i.backend.live, i.record.ID)
 	}
 	i.backend.mu.Unlock()
+	i.end()
 	close(i.done)
 }
 
@@ -133,14 +149,21 @@ func (i *instance) diskUsage() (int64, error) {
 
 // Destroy ends the container and removes all it had.
 func (i *instance) Destroy(ctx context.Context) error {
-	i.mu.Lock()
-	defer i.mu.Unlock()
+	i.end() // a snapshot that is being taken has no use any more
+	if err := i.enter(ctx); err != nil {
+		return fmt.Errorf("end container %s: %w", i.record.ID, err)
+	}
+	defer i.leave()
 	if i.removed {
 		return nil
 	}
 	i.destroying.Store(true)
 	i.discardWrites()
-	if err := i.process.kill(); err != nil {
+	err := i.process.kill()
+	if err == nil {
+		err = i.backend.killGroups(groupOf(i.record.ID)) // it may stand still
+	}
+	if err != nil {
 		return fmt.Errorf("end container %s: %w", i.record.ID, err)
 	}
 	select {

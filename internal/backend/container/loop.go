@@ -91,14 +91,20 @@ func loopDevices() (map[string]string, error) {
 	}
 	devices := map[string]string{}
 	for _, p := range found {
-		b, err := os.ReadFile(p)
+		dev := "/dev/" + filepath.Base(filepath.Dir(filepath.Dir(p)))
+		file, err := backingFile(dev)
 		if err != nil {
 			continue // detached since the listing
 		}
-		name := filepath.Base(filepath.Dir(filepath.Dir(p)))
-		devices["/dev/"+name] = strings.TrimSuffix(string(b), "\n")
+		devices[dev] = file
 	}
 	return devices, nil
+}
+
+// backingFile returns the file behind a loop device.
+func backingFile(dev string) (string, error) {
+	b, err := os.ReadFile(filepath.Join("/sys/block", filepath.Base(dev), "loop/backing_file"))
+	return strings.TrimSuffix(string(b), "\n"), err
 }
 
 // detachLoop frees a loop device, at once or when its last user closes it.

@@ -31,6 +31,7 @@ type ociRuntime struct {
 	// filter is the compiled form of the system call filter that all containers
 	// get, "" when the runtime shall compile it.
 	filter string
+	stops  bool // whether its containers can be stopped and go on
 }
 
 // filterAnnotation gives crun a compiled filter, in base64. Compiling takes

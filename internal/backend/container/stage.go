@@ -3,6 +3,7 @@ package container
 import (
 	"errors"
 	"fmt"
+	"io/fs"
 	"os"
 	"path/filepath"
 	"runtime"
@@ -141,6 +142,17 @@ func address(h *netlink.Handle, slot backend.Slot) error {
 	return nil
 }
 
+// Directories on a disk.
+const (
+	upperDir = "upper" // what is changed against the image
+	workDir  = "work"  // overlayfs' own
+)
+
+// plainUpper are options that keep a file in the upper directory whole and what
+// it seems to be, whatever the host's defaults are: it can be on another disk
+// and in an image one day.
+const plainUpper = ",index=off,metacopy=off,redirect_dir=off"
+
 // mountRoot puts the container's root file system at dir/rootDir, a
 // directory that exists: the image below, the disk above.
 func (s stage) mountRoot(tree string, d *disk, dir string) error {
@@ -152,8 +164,12 @@ func (s stage) mountRoot(tree string, d *disk, dir string) error {
 	if err := unix.MoveMount(d.mount, "", unix.AT_FDCWD, upper, unix.MOVE_MOUNT_F_EMPTY_PATH); err != nil {
 		return fmt.Errorf("mount the disk on %s: %w", upper, err)
 	}
-	for name, mode := range map[string]os.FileMode{"upper": 0o755, "work": 0o700} {
-		if err := os.Mkdir(filepath.Join(upper, name), mode); err != nil {
+	// A disk that was another sandbox's has what overlayfs kept in there for it.
+	if err := os.RemoveAll(filepath.Join(upper, workDir)); err != nil {
+		return fmt.Errorf("prepare the disk: %w", err)
+	}
+	for name, mode := range map[string]os.FileMode{upperDir: 0o755, workDir: 0o700} {
+		if err := os.Mkdir(filepath.Join(upper, name), mode); err != nil && !errors.Is(err, fs.ErrExist) {
 			return fmt.Errorf("prepare the disk: %w", err)
 		}
 	}
@@ -162,7 +178,8 @@ func (s stage) mountRoot(tree string, d *disk, dir string) error {
 	} else if !info.IsDir() {
 		return fmt.Errorf("the image's tree %s is not a directory", tree)
 	}
-	options := "lowerdir=" + escape(tree) + ",upperdir=" + escape(upper+"/upper") + ",workdir=" + escape(upper+"/work")
+	options := "lowerdir=" + escape(tree) + ",upperdir=" + escape(filepath.Join(upper, upperDir)) +
+		",workdir=" + escape(filepath.Join(upper, workDir)) + plainUpper
 	// Volatile makes fsync in the sandbox cheap: its files are not meant to
 	// outlive a crash of the host. Kernels before 5.10 do not know it.
 	err := unix.Mount("overlay", root, "overlay", 0, options+",volatile")
