@@ -11,6 +11,7 @@ lib=/usr/local/lib/opendsec
 state=
 listen=
 source=docker.io/library/python:3.12
+xfs_size=
 action=install
 
 say() { printf '==> %s\n' "$*"; }
@@ -30,19 +31,24 @@ usage: deploy/quickstart.sh [options]
   --ops DIR           where the configuration, the CA's key and the tokens are
                       kept (default $ops)
   --image SOURCE      the image to import first (default $source)
+  --xfs-image SIZE    keep the state in an XFS file system inside a file of this
+                      size beside its directory, such as 100G (from 1G; M, G and
+                      T are powers of 1024). It makes copies of state cheap where
+                      the machine's own file system has no reflink
   --uninstall         stop everything and remove all that this script made
 EOF
 }
 
 while [ $# -gt 0 ]; do
   case "$1" in
-    --listen | --state | --ops | --image)
-      [ $# -ge 2 ] || die "$1 wants a value; see --help"
+    --listen | --state | --ops | --image | --xfs-image)
+      [ -n "${2:-}" ] || die "$1 wants a value; see --help"
       case "$1" in
         --listen) listen=$2 ;;
         --state) state=$2 ;;
         --ops) ops=$2 ;;
         --image) source=$2 ;;
+        --xfs-image) xfs_size=$2 ;;
       esac
       shift
       ;;
@@ -65,8 +71,18 @@ done
 has_systemd() { [ -d /run/systemd/system ]; }
 units=(opendsec-iam@0.service opendsec-edge.service opendsec-watcher@0.service opendsec-apiserver@0.service)
 
+# The state may be in an XFS file system in a file beside its directory. That it
+# is, and where, is noted before the file is made.
+xfs_note=$ops/xfs-image
+xfs_file=
+if [ -f "$xfs_note" ]; then xfs_file=$(cat "$xfs_note"); fi
+xfs_options=loop,X-fstrim.notrim # a trim would give the file's room away
+
 # The state's place is fixed by the first run.
-if [ -z "$state" ] && [ -f "$ops/state" ]; then
+if [ -n "$xfs_file" ]; then
+  [ "${state:-${xfs_file%.xfs}}" = "${xfs_file%.xfs}" ] || die "this installation has its state at ${xfs_file%.xfs}; leave --state out"
+  state=${xfs_file%.xfs}
+elif [ -z "$state" ] && [ -f "$ops/state" ]; then
   state=$(cat "$ops/state")
 fi
 if [ -z "$state" ]; then
@@ -74,7 +90,100 @@ if [ -z "$state" ]; then
   if mountpoint -q /data; then state=/data/opendsec; fi
 fi
 
+# bytes prints a size such as 100G as a number.
+bytes() {
+  [[ $1 =~ ^([1-9][0-9]{0,5})([MGT])$ ]] || return 1
+  case ${BASH_REMATCH[2]} in
+    M) echo $((BASH_REMATCH[1] << 20)) ;;
+    G) echo $((BASH_REMATCH[1] << 30)) ;;
+    T) echo $((BASH_REMATCH[1] << 40)) ;;
+  esac
+}
+
+human() { numfmt --to=iec --format=%.1f "$1"; }
+
+# xfs_check refuses, before anything is changed, an XFS file that cannot be made.
+xfs_check() {
+  [ -n "$xfs_size" ] || return 0
+  local wanted free where
+  wanted=$(bytes "$xfs_size") || die "--xfs-image $xfs_size is not a size; give a whole number with M, G or T, such as 100G"
+  [ "$wanted" -ge $((1 << 30)) ] || die "--xfs-image $xfs_size is too small; it wants at least 1G"
+  if [ -n "$xfs_file" ] && [ -f "$xfs_file" ]; then return 0; fi
+  if mountpoint -q "$state"; then die "something is mounted at $state already, so --xfs-image is not for it; leave it out, or give another --state"; fi
+  if [ -d "$state" ] && [ -n "$(ls -A "$state")" ]; then
+    die "$state holds something already, which --xfs-image would hide; move it away, or uninstall first with deploy/quickstart.sh --uninstall"
+  fi
+  [ -n "$xfs_file" ] || [ ! -e "$state.xfs" ] || die "$state.xfs is there already and not of this installation; move it away"
+  where=$(dirname "$state")
+  while [ ! -d "$where" ]; do where=$(dirname "$where"); done
+  free=$(($(stat -f -c '%a * %S' "$where")))
+  [ -z "$xfs_file" ] || [ ! -e "$xfs_file.new" ] || free=$((free + $(stat -c '%b * %B' "$xfs_file.new")))
+  # The programs, and the rest of the machine, want some room too.
+  [ $((wanted + (1 << 30))) -le "$free" ] || die "no room for --xfs-image $xfs_size: the file system of $where has $(human "$free") free, of which 1G stays so; give a smaller size"
+}
+
+# xfs_make makes the file that --xfs-image asks for, once.
+xfs_make() {
+  [ -n "$xfs_size" ] || return 0
+  if [ -n "$xfs_file" ] && [ -f "$xfs_file" ]; then
+    note "the state's XFS file $xfs_file of $(human "$(stat -c %s "$xfs_file")") is there; it stays as it is"
+    return
+  fi
+  xfs_file=$state.xfs
+  say "making an XFS file system of $xfs_size in $xfs_file, for $state"
+  mkdir -p "$(dirname "$state")"
+  mkdir -p "$ops"
+  chmod 0700 "$ops"
+  echo "$xfs_file" >"$xfs_note"
+  rm -f "$xfs_file.new"
+  if ! (umask 077 && fallocate -l "$(bytes "$xfs_size")" "$xfs_file.new"); then
+    rm -f "$xfs_file.new" "$xfs_note"
+    die "a file of $xfs_size could not be allocated at $xfs_file; see the message above"
+  fi
+  mkfs.xfs -q -K -m reflink=1 -L opendsec "$xfs_file.new"
+  sync "$xfs_file.new"
+  mv "$xfs_file.new" "$xfs_file"
+}
+
+# xfs_mount sees to it that the state's XFS file, if it has one, is mounted, now
+# and after a reboot.
+xfs_mount() {
+  [ -n "$xfs_file" ] || return 0
+  [ -f "$xfs_file" ] || die "the state's XFS file $xfs_file is not there; bring it back, or make a new one with --xfs-image SIZE"
+  mkdir -p "$state"
+  if ! mountpoint -q "$state"; then
+    mount -t xfs -o "$xfs_options" "$xfs_file" "$state" || die "$xfs_file could not be mounted at $state; see the message above"
+    note "mounted $xfs_file at $state"
+  fi
+  if ! has_systemd; then
+    note "after a reboot, before anything else: mount -o $xfs_options $xfs_file $state"
+    return
+  fi
+  grep -qF "$xfs_file $state " /etc/fstab || echo "$xfs_file $state xfs $xfs_options,nofail 0 0" >>/etc/fstab
+  local unit
+  for unit in opendsec-iam@ opendsec-edge opendsec-watcher@ opendsec-apiserver@; do
+    mkdir -p "/etc/systemd/system/$unit.service.d"
+    printf '[Unit]\nRequiresMountsFor=%s\n' "$state" >"/etc/systemd/system/$unit.service.d/state.conf"
+  done
+}
+
+# xfs_remove takes the state's XFS file away with all that is in it.
+xfs_remove() {
+  [ -n "$xfs_file" ] || return 0
+  if mountpoint -q "$state"; then
+    umount "$state" || die "$state is in use, so $xfs_file stays; end what uses it and run this again"
+  fi
+  if grep -qsF "$xfs_file $state " /etc/fstab; then
+    local left
+    left=$(grep -vF "$xfs_file $state " /etc/fstab || true)
+    printf '%s\n' "$left" >/etc/fstab
+  fi
+  rm -f "$xfs_file" "$xfs_file.new" "$xfs_note"
+  note "unmounted and removed $xfs_file"
+}
+
 uninstall() {
+  if [ -f "$xfs_file" ] && ! mountpoint -q "$state"; then xfs_mount; fi
   say "stopping"
   if has_systemd; then
     systemctl disable --now "${units[@]}" 2>/dev/null || true
@@ -83,7 +192,9 @@ uninstall() {
     "$lib/opendsec" down --ops "$ops" --remove-all
   fi
   say "removing"
-  rm -f /etc/systemd/system/opendsec-*.service /usr/local/bin/opendsec /usr/local/bin/opendsecctl
+  rm -rf /etc/systemd/system/opendsec-*.service /etc/systemd/system/opendsec-*.service.d
+  rm -f /usr/local/bin/opendsec /usr/local/bin/opendsecctl
+  xfs_remove
   if has_systemd; then systemctl daemon-reload; fi
   # What is mounted at the state's place stays; only what is in it goes.
   if mountpoint -q "$state"; then
@@ -105,7 +216,7 @@ packages() {
   local missing=()
   local pair
   for pair in runc:runc mkfs.erofs:erofs-utils mmdebstrap:mmdebstrap ip:iproute2 nft:nftables curl:curl make:make git:git \
-    mkfs.ext4:e2fsprogs losetup:mount; do
+    mkfs.ext4:e2fsprogs losetup:mount ${xfs_size:+mkfs.xfs:xfsprogs}; do
     command -v "${pair%%:*}" >/dev/null || missing+=("${pair##*:}")
   done
   [ -e /etc/ssl/certs/ca-certificates.crt ] || missing+=(ca-certificates)
@@ -215,13 +326,16 @@ try() { # runs Python in a sandbox of the kind $1
 }
 
 install_all() {
+  xfs_check
   say "checking this machine"
   packages
   find_go
   say "building"
   (cd "$root" && PATH="$(dirname "$go"):$PATH" make -s build)
+  xfs_make
+  xfs_mount
   say "writing the cluster config to $ops"
-  "$root/bin/opendsec" doctor --state "$state" || die "this machine lacks what is marked [no] and needed above"
+  "$root/bin/opendsec" doctor --state "$state" | sed '/^\[--\] reflink:/s/$/, or install with --xfs-image SIZE/' || die "this machine lacks what is marked [no] and needed above"
   say "installing (programs, certificates, node settings)"
   make -s -C "$root" install PREFIX=/usr/local
   say "creating the project root/demo and its caller"
