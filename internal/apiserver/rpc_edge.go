@@ -107,13 +107,17 @@ func (e *edges) destroy(ctx context.Context, address string, id sandbox.ID, end 
 	return machineFromProto(status).end, nil
 }
 
-// brokenOff is fault.FromConnect for calls that a node may take long for: one
-// that it ends because it stops, with an answer that may be cut off, is
-// Unavailable. It is not canceled, which is said of our own caller only.
+// brokenOff is fault.FromConnect for calls that a node may take long for. One
+// that it ends because it stops, with an answer that may be cut off, or that
+// takes longer than ctx allows, is Unavailable: canceled and timeout are said of
+// our own caller's doing only.
 func brokenOff(ctx context.Context, err error) error {
 	told := fault.FromConnect(err)
 	cut := connect.CodeOf(err) == connect.CodeUnknown && !connect.IsWireError(err)
-	if ctx.Err() == nil && (cut || errors.Is(told, context.Canceled)) {
+	switch {
+	case errors.Is(ctx.Err(), context.DeadlineExceeded):
+		return fault.New(fault.Unavailable, "the node took too long, and may be at it still: look again later")
+	case ctx.Err() == nil && (cut || errors.Is(told, context.Canceled)):
 		return fault.New(fault.Unavailable, "the node ended the call before it was done: try again")
 	}
 	return told

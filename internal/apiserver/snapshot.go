@@ -45,7 +45,7 @@ func (s *Server) snapshot(ctx context.Context, id, name string, filesOnly bool) 
 	}
 	m.Name, m.CreatedAt = n, s.deps.Now().UTC()
 	if m.Source == "" {
-		m.Source = "sandbox:" + string(sb.ID)
+		m.Source = "sandbox " + string(sb.ID)
 	}
 	if err := s.nameImage(ctx, m); err != nil {
 		s.discard(ctx, address, m)

@@ -58,7 +58,7 @@ func TestSnapshotIsAnImage(t *testing.T) {
 	image := dev.mustSnapshot(sb.GetId(), "root/demo/walk:1", false)
 	info := image.GetSnapshot()
 	if image.GetName() != "root/demo/walk:1" || image.GetKind() != "memory" || image.GetSize() != 42<<20 || image.GetCreatedAt() == nil ||
-		image.GetSource() != "sandbox:"+sb.GetId() || image.GetConfig().GetUser() != "app" || image.GetArchitecture() != "amd64" {
+		image.GetSource() != "sandbox "+sb.GetId() || image.GetConfig().GetUser() != "app" || image.GetArchitecture() != "amd64" {
 		t.Errorf("got %v", image)
 	}
 	if info.GetBackend() != "gvisor" || info.GetVirtualization() != "systrap" || info.GetMemoryLimitMb() != 256 || info.GetPidsLimit() != 64 ||

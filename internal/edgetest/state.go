@@ -142,7 +142,7 @@ func (s service) SnapshotSandbox(ctx context.Context, req *connect.Request[edgev
 	s.e.snapshots++
 	image := &opendsecv1.Image{
 		Digest: Digest(fmt.Sprintf("%s snapshot %d", s.e.Name, s.e.snapshots)), Kind: "files", Size: 42 << 20, Architecture: "amd64",
-		Source: "sandbox:" + id, Config: &opendsecv1.ImageConfig{User: "app"},
+		Source: "sandbox " + id, Config: &opendsecv1.ImageConfig{User: "app"},
 	}
 	if !req.Msg.GetFilesOnly() {
 		spec := s.e.requests[sandbox.ID(id)].GetSpec()
