@@ -26,11 +26,13 @@ type agent struct {
 	agentv1connect.UnimplementedAgentHandler
 	record  record
 	started time.Time
+	gate    *gate
 	files   *fileTree
 	table   *table
 
-	mu    sync.Mutex // guards state
+	mu    sync.Mutex // guards what follows
 	state state
+	ended bool // the state is not written any more
 }
 
 func newAgent(r record, commandTime time.Duration) (*agent, error) {
@@ -38,17 +40,53 @@ func newAgent(r record, commandTime time.Duration) (*agent, error) {
 	if err != nil {
 		return nil, err
 	}
-	files, err := openTree(r)
+	gate := newGate()
+	files, err := openTree(r, gate)
 	if err != nil {
 		return nil, err
 	}
-	return &agent{record: r, started: time.Now(), files: files, table: newTable(commandTime), state: s}, nil
+	return &agent{record: r, started: time.Now(), gate: gate, files: files, table: newTable(commandTime), state: s}, nil
 }
 
 // close ends what commands seem to run.
 func (a *agent) close() {
+	a.finish()
+	a.gate.end()
 	a.table.close()
 	a.files.close()
+}
+
+// finish has the state stay as it is.
+func (a *agent) finish() {
+	a.mu.Lock()
+	defer a.mu.Unlock()
+	a.ended = true
+}
+
+// now returns the state.
+func (a *agent) now() state {
+	a.mu.Lock()
+	defer a.mu.Unlock()
+	return a.state
+}
+
+// change changes the state, on the disk first.
+func (a *agent) change(f func(*state)) error {
+	a.mu.Lock()
+	defer a.mu.Unlock()
+	if a.ended {
+		return errEnded
+	}
+	next := a.state
+	f(&next)
+	if next == a.state {
+		return nil
+	}
+	if err := writeState(a.record.StateDir, next); err != nil {
+		return err
+	}
+	a.state = next
+	return nil
 }
 
 // handler answers the agent's port.
@@ -56,30 +94,28 @@ func (a *agent) handler() http.Handler {
 	mux := http.NewServeMux()
 	mux.HandleFunc("GET /health", func(w http.ResponseWriter, _ *http.Request) { w.WriteHeader(http.StatusNoContent) })
 	mux.Handle(agentv1connect.NewAgentHandler(a))
-	mux.Handle(processconnect.NewProcessHandler(&processes{table: a.table}))
+	mux.Handle(processconnect.NewProcessHandler(&processes{table: a.table, gate: a.gate}))
 	mux.Handle(filesystemconnect.NewFilesystemHandler(&filesystem{a: a}))
 	mux.HandleFunc("GET /files", a.download)
 	mux.HandleFunc("POST /files", a.upload)
 	mux.HandleFunc("GET /archive", a.pack)
 	mux.HandleFunc("POST /archive", a.unpack)
-	return a.guard(mux)
+	return a.gate.still(a.guard(mux))
 }
 
 // guard refuses what comes without the token, and, before there is one, all
-// that needs none but the first Hello.
+// that needs none but the first Hello, which looks at its callers itself.
 func (a *agent) guard(next http.Handler) http.Handler {
 	writer := connect.NewErrorWriter()
 	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
-		a.mu.Lock()
-		token := a.state.Token
-		a.mu.Unlock()
+		token := a.now().Token
 		hello := r.URL.Path == agentv1connect.AgentHelloProcedure
 		var err *connect.Error
 		switch {
-		case r.URL.Path == "/health" || token == "" && hello:
+		case r.URL.Path == "/health" || hello:
 		case token == "":
 			err = connect.NewError(connect.CodeUnavailable, errors.New("the sandbox has no identity yet; call again in a moment"))
-		case subtle.ConstantTimeCompare([]byte(r.Header.Get("X-Access-Token")), []byte(token)) != 1:
+		case !same(r.Header.Get("X-Access-Token"), token):
 			err = connect.NewError(connect.CodeUnauthenticated, errors.New("unauthorized access, please provide a valid access token"))
 		}
 		switch {
@@ -102,19 +138,37 @@ func httpError(w http.ResponseWriter, status int, message string) {
 	_ = json.NewEncoder(w).Encode(map[string]any{"code": status, "message": message})
 }
 
-// Hello takes the identity.
+func same(a, b string) bool { return subtle.ConstantTimeCompare([]byte(a), []byte(b)) == 1 }
+
+// Hello takes an identity from whoever shows the present token or gives it
+// again. A machine that gets another token is another machine: it forgets the
+// commands that ended.
 func (a *agent) Hello(_ context.Context, req *connect.Request[agentv1.HelloRequest]) (*connect.Response[agentv1.HelloResponse], error) {
 	if req.Msg.GetToken() == "" {
 		return nil, connect.NewError(connect.CodeInvalidArgument, errors.New("token: must not be empty"))
 	}
-	a.mu.Lock()
-	defer a.mu.Unlock()
-	next := state{Token: req.Msg.GetToken(), User: req.Msg.GetDefaultUser(), Workdir: req.Msg.GetDefaultWorkdir()}
-	if err := writeState(a.record.StateDir, next); err != nil {
-		return nil, connect.NewError(connect.CodeInternal, err)
+	err := a.gate.pass(func() error { return a.become(req.Header().Get("X-Access-Token"), req.Msg) })
+	if err != nil {
+		return nil, err
 	}
-	a.state = next
 	return connect.NewResponse(&agentv1.HelloResponse{Version: "simulated", Started: timestamppb.New(a.started)}), nil
+}
+
+func (a *agent) become(shown string, id *agentv1.HelloRequest) error {
+	old := a.now().Token
+	if old != "" && !same(shown, old) && !same(id.GetToken(), old) {
+		return connect.NewError(connect.CodeUnauthenticated, errors.New("the sandbox has an identity; a new one needs its present token"))
+	}
+	err := a.change(func(s *state) {
+		s.Token, s.User, s.Workdir = id.GetToken(), id.GetDefaultUser(), id.GetDefaultWorkdir()
+	})
+	if err != nil {
+		return connect.NewError(connect.CodeInternal, err)
+	}
+	if old != "" && old != id.GetToken() {
+		a.table.forget()
+	}
+	return nil
 }
 
 // Activity says what seems to run.
@@ -159,15 +213,15 @@ func (a *agent) Signal(_ context.Context, req *connect.Request[agentv1.SignalReq
 	if err != nil {
 		return nil, err
 	}
-	c.kill(int(req.Msg.GetSignal()))
+	if err := a.gate.pass(func() error { c.kill(int(req.Msg.GetSignal())); return nil }); err != nil {
+		return nil, err
+	}
 	return connect.NewResponse(&agentv1.SignalResponse{}), nil
 }
 
 // resolve makes a caller's path absolute.
 func (a *agent) resolve(name, user string) string {
-	a.mu.Lock()
-	s := a.state
-	a.mu.Unlock()
+	s := a.now()
 	if user == "" {
 		user = s.User
 	}

@@ -20,16 +20,17 @@ import (
 // fileTree is a machine's file system: a directory that nothing in it leads out of.
 type fileTree struct {
 	root  *os.Root
+	gate  *gate
 	limit int64 // bytes that may be written; 0 for no limit
 	temp  atomic.Uint64
 }
 
-func openTree(r record) (*fileTree, error) {
+func openTree(r record, g *gate) (*fileTree, error) {
 	root, err := os.OpenRoot(filepath.Join(r.StateDir, filesDir))
 	if err != nil {
 		return nil, err
 	}
-	return &fileTree{root: root, limit: r.Limits.DiskMB << 20}, nil
+	return &fileTree{root: root, gate: g, limit: r.Limits.DiskMB << 20}, nil
 }
 
 func (t *fileTree) close() { t.root.Close() }
@@ -71,7 +72,7 @@ func (t *fileTree) write(name string, mode fs.FileMode, r io.Reader) error {
 	if info, err := t.root.Stat(name); err == nil && info.IsDir() {
 		return fmt.Errorf("path '/%s' is a directory", name)
 	}
-	if err := t.root.MkdirAll(path.Dir(name), 0o755); err != nil {
+	if err := t.makeDirs(path.Dir(name)); err != nil {
 		return err
 	}
 	room := int64(1) << 62
@@ -82,7 +83,7 @@ func (t *fileTree) write(name string, mode fs.FileMode, r io.Reader) error {
 		}
 		room = max(t.limit-used, 0)
 	}
-	temp := path.Join(path.Dir(name), fmt.Sprintf(".sim-%d", t.temp.Add(1)))
+	temp := path.Join(path.Dir(name), fmt.Sprintf(tempPrefix+"%d", t.temp.Add(1)))
 	f, err := t.root.OpenFile(temp, os.O_WRONLY|os.O_CREATE|os.O_TRUNC, mode)
 	if err != nil {
 		return err
@@ -93,12 +94,36 @@ func (t *fileTree) write(name string, mode fs.FileMode, r io.Reader) error {
 	}
 	err = errors.Join(err, f.Close())
 	if err == nil {
-		err = t.root.Rename(temp, name)
+		err = t.gate.pass(func() error { return t.root.Rename(temp, name) })
 	}
 	if err != nil {
 		return errors.Join(err, t.root.Remove(temp))
 	}
 	return nil
+}
+
+// tempPrefix begins the names of files that are being written, which are not
+// part of the machine yet.
+const tempPrefix = ".sim-"
+
+// makeDirs makes a directory and those above it.
+func (t *fileTree) makeDirs(name string) error {
+	return t.gate.pass(func() error { return t.root.MkdirAll(local(name), 0o755) })
+}
+
+// move renames an entry, and makes the directories above its new name.
+func (t *fileTree) move(from, to string) error {
+	return t.gate.pass(func() error {
+		if err := t.root.MkdirAll(local(path.Dir(to)), 0o755); err != nil {
+			return err
+		}
+		return t.root.Rename(local(from), local(to))
+	})
+}
+
+// remove removes an entry with all below it.
+func (t *fileTree) remove(name string) error {
+	return t.gate.pass(func() error { return t.root.RemoveAll(local(name)) })
 }
 
 // userOf returns whom a plain request is for.
@@ -237,7 +262,7 @@ func (a *agent) pack(w http.ResponseWriter, r *http.Request) {
 // a simulation.
 func (a *agent) unpack(w http.ResponseWriter, r *http.Request) {
 	name := a.resolve(r.URL.Query().Get("path"), userOf(r))
-	err := a.files.root.MkdirAll(local(name), 0o755)
+	err := a.files.makeDirs(name)
 	in := tar.NewReader(r.Body)
 	for err == nil {
 		var h *tar.Header
@@ -247,7 +272,7 @@ func (a *agent) unpack(w http.ResponseWriter, r *http.Request) {
 		to := path.Join(name, path.Clean("/"+h.Name))
 		switch h.Typeflag {
 		case tar.TypeDir:
-			err = a.files.root.MkdirAll(local(to), 0o755)
+			err = a.files.makeDirs(to)
 		case tar.TypeReg:
 			err = a.files.write(to, h.FileInfo().Mode().Perm(), in)
 		}

@@ -84,7 +84,7 @@ func (f *filesystem) MakeDir(_ context.Context, req *connect.Request[pb.MakeDirR
 		}
 		return nil, connect.NewError(connect.CodeInvalidArgument, fmt.Errorf("path '%s' is a file", name))
 	}
-	if err := f.a.files.root.MkdirAll(local(name), 0o755); err != nil {
+	if err := f.a.files.makeDirs(name); err != nil {
 		return nil, wireError(name, err)
 	}
 	e, err := f.entry(name)
@@ -94,11 +94,7 @@ func (f *filesystem) MakeDir(_ context.Context, req *connect.Request[pb.MakeDirR
 // Move renames an entry.
 func (f *filesystem) Move(_ context.Context, req *connect.Request[pb.MoveRequest]) (*connect.Response[pb.MoveResponse], error) {
 	from, to := f.where(req.Msg.GetSource(), req.Header()), f.where(req.Msg.GetDestination(), req.Header())
-	err := f.a.files.root.MkdirAll(local(path.Dir(to)), 0o755)
-	if err == nil {
-		err = f.a.files.root.Rename(local(from), local(to))
-	}
-	if err != nil {
+	if err := f.a.files.move(from, to); err != nil {
 		return nil, wireError(from, err)
 	}
 	e, err := f.entry(to)
@@ -148,7 +144,7 @@ func (f *filesystem) Remove(_ context.Context, req *connect.Request[pb.RemoveReq
 	if local(name) == "." {
 		return nil, connect.NewError(connect.CodeInvalidArgument, errors.New("path: the root cannot be removed"))
 	}
-	if err := f.a.files.root.RemoveAll(local(name)); err != nil {
+	if err := f.a.files.remove(name); err != nil {
 		return nil, wireError(name, err)
 	}
 	return connect.NewResponse(&pb.RemoveResponse{}), nil

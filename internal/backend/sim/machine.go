@@ -30,6 +30,10 @@ type machine struct {
 
 	done chan struct{} // closed when it has ended or is abandoned
 
+	stillMu sync.Mutex // guards what follows
+	paused  bool
+	shots   int // snapshots that are being taken
+
 	mu       sync.Mutex  // guards what is below
 	fate     *time.Timer // when it dies; nil for never
 	dialling *rand.Rand
@@ -38,7 +42,12 @@ type machine struct {
 	lost     error // why nothing is known of its end
 }
 
-var _ backend.Instance = (*machine)(nil)
+var (
+	_ backend.Instance    = (*machine)(nil)
+	_ backend.Pauser      = (*machine)(nil)
+	_ backend.Snapshotter = (*machine)(nil)
+	_ backend.Differ      = (*machine)(nil)
+)
 
 // serve begins to answer connections.
 func (m *machine) serve() {
@@ -106,6 +115,7 @@ func (m *machine) Destroy(context.Context) error {
 
 // die ends the machine as if by itself.
 func (m *machine) die(outOfMemory bool) {
+	m.agent.finish()
 	// Without this file no later process takes it for alive.
 	if err := os.Remove(filepath.Join(m.record.StateDir, stateFile)); err != nil && !errors.Is(err, os.ErrNotExist) {
 		m.backend.log.Error("cannot let a simulated machine die", "sandbox", m.record.ID, "error", err)

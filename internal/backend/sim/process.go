@@ -2,6 +2,7 @@ package sim
 
 import (
 	"context"
+	"encoding/json"
 	"errors"
 	"fmt"
 	"maps"
@@ -11,6 +12,7 @@ import (
 	"time"
 
 	"connectrpc.com/connect"
+	"google.golang.org/protobuf/encoding/protojson"
 
 	"github.com/kernflux/opendsec/api/gen/process"
 	"github.com/kernflux/opendsec/api/gen/process/processconnect"
@@ -22,7 +24,10 @@ type command struct {
 	tag    *string
 	config *process.ProcessConfig
 	table  *table
-	timer  *time.Timer
+
+	timer *time.Timer   // ends it; the table's mu guards it and what follows
+	since time.Time     // when the timer was started
+	left  time.Duration // that it had to run then
 
 	once   sync.Once
 	done   chan struct{}
@@ -35,7 +40,6 @@ func (c *command) kill(signal int) { c.finish(signal) }
 
 func (c *command) finish(signal int) {
 	c.once.Do(func() {
-		c.timer.Stop()
 		c.signal, c.ended = signal, time.Now()
 		c.table.note(c)
 		close(c.done)
@@ -85,6 +89,7 @@ type table struct {
 	commands map[uint32]*command
 	order    []uint32 // of those that have ended, oldest first
 	running  int
+	still    bool
 	last     time.Time // when one ended
 }
 
@@ -94,27 +99,139 @@ func newTable(duration time.Duration) *table {
 
 // start begins a command.
 func (t *table) start(config *process.ProcessConfig, tag *string) *command {
-	c := &command{config: config, tag: tag, table: t, done: make(chan struct{})}
 	t.mu.Lock()
-	c.pid = t.next
+	defer t.mu.Unlock()
+	c := &command{pid: t.next, config: config, tag: tag, table: t, left: t.duration, done: make(chan struct{})}
 	t.next++
+	t.add(c)
+	return c
+}
+
+// add takes a command that seems to run. The caller holds mu.
+func (t *table) add(c *command) {
 	t.commands[c.pid] = c
 	t.running++
-	// With the lock held, so that the timer is there before finish looks for it.
-	c.timer = time.AfterFunc(t.duration, func() {
+	t.run(c)
+}
+
+// run starts a command's timer, unless all stand still. The caller holds mu.
+func (t *table) run(c *command) {
+	if t.still {
+		return
+	}
+	c.since = time.Now()
+	c.timer = time.AfterFunc(c.left, func() {
 		t.mu.Lock()
-		//lint:ignore SA2001 it waits for the start to be complete
+		still := t.still
 		t.mu.Unlock()
-		c.finish(0)
+		if !still { // or it was stopped too late, and is started again with no time left
+			c.finish(0)
+		}
 	})
-	t.mu.Unlock()
-	return c
+}
+
+// halt has all commands stand still.
+func (t *table) halt() {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	if t.still {
+		return
+	}
+	t.still = true
+	for _, c := range t.commands {
+		if !c.over() {
+			c.timer.Stop()
+			c.left = max(c.left-time.Since(c.since), 0)
+		}
+	}
+}
+
+// goOn lets them go on.
+func (t *table) goOn() {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	if !t.still {
+		return
+	}
+	t.still = false
+	for _, c := range t.commands {
+		if !c.over() {
+			t.run(c)
+		}
+	}
+}
+
+// savedCommand is a command in a snapshot.
+type savedCommand struct {
+	PID    uint32          `json:"pid"`
+	Tag    *string         `json:"tag,omitempty"`
+	Config json.RawMessage `json:"config"`
+	Left   time.Duration   `json:"left"` // that it has to run
+	Over   bool            `json:"over,omitempty"`
+	Signal int             `json:"signal,omitempty"` // what ended it
+	Ended  time.Time       `json:"ended,omitzero"`
+}
+
+// save returns the commands, which stand still.
+func (t *table) save() ([]savedCommand, error) {
+	all := []savedCommand{}
+	for _, c := range t.all() {
+		config, err := protojson.Marshal(c.config)
+		if err != nil {
+			return nil, err
+		}
+		s := savedCommand{PID: c.pid, Tag: c.tag, Config: config, Left: c.left, Over: c.over()}
+		if s.Over {
+			s.Signal, s.Ended = c.signal, c.ended
+		}
+		all = append(all, s)
+	}
+	return all, nil
+}
+
+// load takes the commands of a snapshot.
+func (t *table) load(all []savedCommand) error {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	slices.SortStableFunc(all, func(a, b savedCommand) int { return a.Ended.Compare(b.Ended) })
+	for _, s := range all {
+		c := &command{
+			pid: s.PID, tag: s.Tag, config: &process.ProcessConfig{}, table: t, left: s.Left,
+			done: make(chan struct{}), signal: s.Signal, ended: s.Ended,
+		}
+		if err := protojson.Unmarshal(s.Config, c.config); err != nil {
+			return fmt.Errorf("read command %d: %w", s.PID, err)
+		}
+		t.next = max(t.next, c.pid+1)
+		if !s.Over {
+			t.add(c)
+			continue
+		}
+		c.once.Do(func() { close(c.done) })
+		t.commands[c.pid] = c
+		t.order = append(t.order, c.pid)
+		t.last = c.ended
+	}
+	return nil
+}
+
+// forget drops the commands that have ended.
+func (t *table) forget() {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	for _, pid := range t.order {
+		delete(t.commands, pid)
+	}
+	t.order, t.last = nil, time.Time{}
 }
 
 // note counts a command's end and forgets old ones.
 func (t *table) note(c *command) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
+	if c.timer != nil {
+		c.timer.Stop()
+	}
 	t.running--
 	t.last = c.ended
 	t.order = append(t.order, c.pid)
@@ -166,6 +283,7 @@ func (t *table) close() {
 type processes struct {
 	processconnect.UnimplementedProcessHandler
 	table *table
+	gate  *gate
 }
 
 func (p *processes) find(s *process.ProcessSelector) (*command, error) {
@@ -197,10 +315,16 @@ func (p *processes) Start(ctx context.Context, req *connect.Request[process.Star
 	if req.Msg.GetPty() != nil {
 		return connect.NewError(connect.CodeUnimplemented, errors.New("a simulated machine has no terminals"))
 	}
-	c := p.table.start(req.Msg.GetProcess(), req.Msg.Tag)
-	err := follow(ctx, c, func(e *process.ProcessEvent) error { return out.Send(&process.StartResponse{Event: e}) })
+	var c *command
+	err := p.gate.pass(func() error { c = p.table.start(req.Msg.GetProcess(), req.Msg.Tag); return nil })
+	if err != nil {
+		return err
+	}
+	err = follow(ctx, c, func(e *process.ProcessEvent) error { return out.Send(&process.StartResponse{Event: e}) })
 	if errors.Is(err, context.DeadlineExceeded) {
-		c.kill(int(syscall.SIGKILL))
+		if err := p.gate.pass(func() error { c.kill(int(syscall.SIGKILL)); return nil }); err != nil {
+			return err
+		}
 		return connect.NewError(connect.CodeDeadlineExceeded, errors.New("the command's time is up"))
 	}
 	return err
@@ -254,7 +378,7 @@ func (p *processes) CloseStdin(_ context.Context, req *connect.Request[process.C
 func (p *processes) SendSignal(_ context.Context, req *connect.Request[process.SendSignalRequest]) (*connect.Response[process.SendSignalResponse], error) {
 	c, err := p.runningOne(req.Msg.GetProcess())
 	if err == nil {
-		c.kill(int(req.Msg.GetSignal()))
+		err = p.gate.pass(func() error { c.kill(int(req.Msg.GetSignal())); return nil })
 	}
 	return connect.NewResponse(&process.SendSignalResponse{}), err
 }

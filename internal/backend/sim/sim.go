@@ -3,6 +3,9 @@
 // disk's are not enforced. It is for trying out what is built on OpenDsec, at
 // any scale and with any fault, on any machine and without root.
 //
+// A pause stops the time of commands and has callers wait, and a snapshot has
+// the files, and with memory the agent's identity and the commands too.
+//
 // A machine's state is its directory, so a simulated machine is found again
 // after a restart like a real one. Its agent is an imitation in this process
 // that answers the agent's contract over connections in memory.
@@ -37,6 +40,10 @@ type Behavior struct {
 	CommandTime time.Duration `json:"command_time,omitempty"`
 	// CreateFails is the share of creates that fail, after CreateTime.
 	CreateFails float64 `json:"create_fails,omitempty"`
+	// SnapshotTime is how long a snapshot takes.
+	SnapshotTime time.Duration `json:"snapshot_time,omitempty"`
+	// SnapshotFails is the share of machines whose snapshots fail, after SnapshotTime.
+	SnapshotFails float64 `json:"snapshot_fails,omitempty"`
 	// Dies is the share of machines that end by themselves, at a random moment
 	// within DiesWithin of their create.
 	Dies       float64       `json:"dies,omitempty"`
@@ -65,7 +72,10 @@ type Backend struct {
 	live map[sandbox.ID]*machine
 }
 
-var _ backend.Backend = (*Backend)(nil)
+var (
+	_ backend.Backend  = (*Backend)(nil)
+	_ backend.Restorer = (*Backend)(nil)
+)
 
 // Open returns the backend. It makes nothing outside the sandboxes' state
 // directories, so it has no audit.
@@ -76,9 +86,9 @@ func Open(log *slog.Logger, behavior Behavior) *Backend {
 // Name returns sandbox.Sim.
 func (b *Backend) Name() sandbox.Backend { return sandbox.Sim }
 
-// Probe finds that a simulation works everywhere.
+// Probe finds that a simulation works everywhere, and can simulate all.
 func (b *Backend) Probe(ctx context.Context) (backend.Features, error) {
-	return backend.Features{}, ctx.Err()
+	return backend.Features{Pause: true, SnapshotMemory: true, SnapshotFiles: true}, ctx.Err()
 }
 
 // Close stops to answer for the machines, which can be recovered.
@@ -98,6 +108,7 @@ type record struct {
 	ID       sandbox.ID     `json:"id"`
 	StateDir string         `json:"state_dir"`
 	Limits   sandbox.Limits `json:"limits"`
+	Agent    string         `json:"agent"` // Agent.ID of the Config; nothing of it runs
 	Created  time.Time      `json:"created"`
 }
 
@@ -112,6 +123,7 @@ type state struct {
 	Token   string `json:"token"` // "" before the first Hello
 	User    string `json:"user"`
 	Workdir string `json:"workdir"`
+	Paused  bool   `json:"paused,omitempty"`
 }
 
 // Create makes a machine.
@@ -126,24 +138,34 @@ func (b *Backend) Create(ctx context.Context, cfg backend.Config) (_ backend.Ins
 	if b.behavior.chance(cfg.ID, "create").Float64() < b.behavior.CreateFails {
 		return nil, fmt.Errorf("create simulated machine %s: it is one of the %v that fail", cfg.ID, b.behavior.CreateFails)
 	}
-	r := record{ID: cfg.ID, StateDir: cfg.StateDir, Limits: cfg.Limits, Created: time.Now()}
-	if err := os.Mkdir(filepath.Join(r.StateDir, filesDir), 0o755); err != nil {
-		return nil, fmt.Errorf("create simulated machine %s: %w", cfg.ID, err)
+	r := record{ID: cfg.ID, StateDir: cfg.StateDir, Limits: cfg.Limits, Agent: cfg.Agent.ID, Created: time.Now()}
+	var mem memory
+	if cfg.From == nil {
+		err = furnish(r)
+	} else {
+		mem, err = unpackSnapshot(ctx, *cfg.From, r)
 	}
-	err = writeState(r.StateDir, state{})
-	for _, dir := range []string{"root", "tmp"} {
-		if err == nil {
-			err = os.Mkdir(filepath.Join(r.StateDir, filesDir, dir), 0o755)
-		}
+	if err == nil {
+		err = writeState(r.StateDir, mem.State)
 	}
 	var m *machine
 	if err == nil {
-		m, err = b.start(r)
+		m, err = b.start(r, mem)
 	}
 	if err != nil {
 		return nil, fmt.Errorf("create simulated machine %s: %w", cfg.ID, errors.Join(err, remove(r)))
 	}
 	return m, nil
+}
+
+// furnish makes the file system of a fresh machine.
+func furnish(r record) error {
+	for _, dir := range []string{".", "root", "tmp"} {
+		if err := os.Mkdir(filepath.Join(r.StateDir, filesDir, dir), 0o755); err != nil {
+			return err
+		}
+	}
+	return nil
 }
 
 // Recover finds a machine again.
@@ -158,7 +180,7 @@ func (b *Backend) Recover(_ context.Context, h backend.Handle) (backend.Instance
 	var m *machine
 	err := backend.ErrGone
 	if b.behavior.chance(r.ID, "recover").Float64() >= b.behavior.Lost {
-		m, err = b.start(r)
+		m, err = b.start(r, memory{})
 	}
 	if errors.Is(err, backend.ErrGone) {
 		err = errors.Join(err, remove(r))
@@ -169,8 +191,9 @@ func (b *Backend) Recover(_ context.Context, h backend.Handle) (backend.Instance
 	return m, nil
 }
 
-// start begins to answer for a machine whose state directory is complete.
-func (b *Backend) start(r record) (*machine, error) {
+// start begins to answer for a machine whose state directory is complete, and
+// which has the commands of mem.
+func (b *Backend) start(r record, mem memory) (*machine, error) {
 	data, err := json.Marshal(r)
 	if err != nil {
 		return nil, err
@@ -182,6 +205,13 @@ func (b *Backend) start(r record) (*machine, error) {
 	m := &machine{
 		backend: b, record: r, agent: agent, handle: backend.Handle{Backend: sandbox.Sim, Data: data},
 		dialling: b.behavior.chance(r.ID, "dial"), done: make(chan struct{}),
+	}
+	if m.paused = agent.now().Paused; m.paused {
+		m.stop()
+	}
+	if err := agent.table.load(mem.Commands); err != nil {
+		agent.close()
+		return nil, err
 	}
 	m.serve()
 	b.mu.Lock()
