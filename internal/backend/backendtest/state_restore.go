@@ -139,6 +139,8 @@ func testRestoreIdentity(e *env) {
 		r.want("hostname", cfg.Hostname+"\n")
 		m.want("hostname", m.cfg.Hostname+"\n")
 		r.want("cat /proc/1/comm; echo $FROM_SANDBOX", "agent\nyes\n")
+		r.want("cat /run/opendsec/generation", string(cfg.ID)+"\n")
+		e.differ("cat /etc/machine-id", m, r)
 		e.differ("cat /proc/sys/kernel/random/uuid", m, r)
 		e.differ("head -c 32 /dev/urandom | sha1sum", m, r)
 	}
