@@ -1,5 +1,8 @@
 """Measures OpenDsec against runsc and runc, side by side in one run.
 
+Starts, commands and files are measured here, what keeps and copies the state
+of sandboxes in state.py.
+
 Each round takes one sample of each thing, so that a busy moment of the machine
 hits all alike. Times are in milliseconds. A ratio is median over median.
 """
@@ -11,111 +14,19 @@ import json
 import os
 import platform
 import shutil
-import statistics
-import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 from opendsec import DSecRunArgs
-from opendsec.sync import DSecClient
+from opendsec.sync import DSecClient, Sandbox
+from rawtool import RawTool, call, find_tree
+from series import Comparison, Series
+from state import WORKLOAD, Case, answers, measure_state
 
 GIB = 1 << 30
-
-
-@dataclass
-class Series:
-    """Samples of one thing."""
-
-    name: str
-    samples: list[float] = field(default_factory=list)
-
-    def time(self, work: Callable[[], object]) -> None:
-        """Adds how long the work takes."""
-        start = time.perf_counter()
-        work()
-        self.samples.append((time.perf_counter() - start) * 1000)
-
-    @property
-    def median(self) -> float:
-        return statistics.median(self.samples)
-
-    def row(self) -> dict[str, object]:
-        return {
-            "name": self.name,
-            "n": len(self.samples),
-            "median_ms": round(self.median, 2),
-            "min_ms": round(min(self.samples), 2),
-            "max_ms": round(max(self.samples), 2),
-        }
-
-
-def call(*args: str) -> None:
-    """Runs a tool; its failure ends the benchmark with the tool's own words."""
-    done = subprocess.run(args, stdin=subprocess.DEVNULL, capture_output=True, check=False)
-    if done.returncode != 0:
-        raise SystemExit(f"{' '.join(args)}: exit {done.returncode}: {done.stderr.decode()[-2000:]}")
-
-
-class RawTool:
-    """runsc or runc as a person would call it, on the same image."""
-
-    def __init__(self, binary: str, work: Path, tree: Path) -> None:
-        self.binary, self.work = binary, work
-        self.bundle, self.root = work / "bundle", work / "root"
-        self.rootfs = self.bundle / "rootfs"
-        self.rootfs.mkdir(parents=True)
-        (work / "upper").mkdir()
-        (work / "work").mkdir()
-        call(
-            "mount", "-t", "overlay", "overlay", "-o",
-            f"lowerdir={tree},upperdir={work}/upper,workdir={work}/work", str(self.rootfs),
-        )  # fmt: skip
-        call("runc", "spec", "--bundle", str(self.bundle))
-        spec = json.loads((self.bundle / "config.json").read_text())
-        spec["process"]["terminal"] = False
-        spec["process"]["args"] = ["sleep", "100000"]
-        spec["root"] = {"path": "rootfs", "readonly": False}
-        (self.bundle / "config.json").write_text(json.dumps(spec))
-
-    def base(self) -> list[str]:
-        return [self.binary, "--root", str(self.root)]
-
-    def run_and_exec(self, name: str) -> None:
-        # The output of a detached container must not be our pipe: it stays open.
-        with open(os.devnull, "r+b") as null:
-            args = [*self.base(), "run", "--detach", "--bundle", str(self.bundle), name]
-            if subprocess.run(args, stdin=null, stdout=null, stderr=null, check=False).returncode:
-                raise SystemExit(f"{' '.join(args)} failed")
-        self.exec_true(name)
-
-    def exec_true(self, name: str) -> None:
-        call(*self.base(), "exec", name, "true")
-
-    def delete(self, name: str) -> None:
-        call(*self.base(), "delete", "--force", name)
-
-    def close(self) -> None:
-        # The file tree, and what the tool itself keeps mounted in its root.
-        mounted = [line.split()[1] for line in Path("/proc/self/mounts").read_text().splitlines()]
-        for where in reversed([m for m in mounted if m.startswith(f"{self.work}/")]):
-            call("umount", where)
-
-
-def find_tree(state: Path) -> Path:
-    """The image's file tree, as the kernel has it mounted."""
-    for line in Path("/proc/self/mounts").read_text().splitlines():
-        where = line.split()[1]
-        if (
-            where.startswith(str(state))
-            and line.split()[2] == "erofs"
-            and (Path(where) / "usr/bin/env").exists()
-        ):
-            return Path(where)
-    raise SystemExit(f"no image is mounted below {state}")
 
 
 def measure_starts(client: DSecClient, tool: RawTool, backend: str, rounds: int) -> tuple[Series, Series]:
@@ -124,16 +35,15 @@ def measure_starts(client: DSecClient, tool: RawTool, backend: str, rounds: int)
     raw = Series(f"{Path(tool.binary).name} run + exec true")
     args = DSecRunArgs(backend=backend, image="root/py:latest")
 
-    def create() -> None:
-        sandboxes.append(client.run_sandbox(args))
-        sandboxes[-1].run_shell("true", check=True)
+    def create() -> Sandbox:
+        sandbox = client.run_sandbox(args)
+        answers(sandbox)
+        return sandbox
 
     for i in range(rounds + 2):
-        sandboxes: list = []
         name = f"bench-{backend}-{i}"
-        ours.time(create)
-        sandboxes[0].stop()
-        raw.time(lambda name=name: tool.run_and_exec(name))
+        ours.time(create).stop()
+        raw.time(partial(tool.run_and_exec, name))
         tool.delete(name)
         if i == 1:  # the first two warm caches and pools
             ours.samples.clear()
@@ -149,8 +59,8 @@ def measure_commands(client: DSecClient, tool: RawTool, backend: str, rounds: in
     with client.run_sandbox(DSecRunArgs(backend=backend, image="root/py:latest")) as sandbox:
         tool.run_and_exec(name)
         for i in range(rounds * 3):
-            ours.time(lambda: sandbox.run_shell("true", check=True))
-            raw.time(lambda: tool.exec_true(name))
+            ours.time(partial(answers, sandbox))
+            raw.time(partial(tool.exec, name, "true"))
             if i == 1:
                 ours.samples.clear()
                 raw.samples.clear()
@@ -187,45 +97,73 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--runc", default=shutil.which("runc"), help="runc")
     parser.add_argument("--state", type=Path, required=True, help="state directory of the installation")
     parser.add_argument("--rounds", type=int, default=20, help="samples of each thing")
+    parser.add_argument("--part", choices=("all", "jobs", "state"), default="all", help="what to measure")
     parser.add_argument("--out", type=Path, default=Path("bench.json"), help="file for the figures")
     return parser.parse_args()
 
 
+def measure_jobs(
+    client: DSecClient, opts: argparse.Namespace, tmp: Path, tree: Path
+) -> tuple[list[Comparison], list[tuple[str, float]]]:
+    """Starts, commands and files on both backends."""
+    comparisons: list[Comparison] = []
+    rates: list[tuple[str, float]] = []
+    for backend, binary, target in (("gvisor", opts.runsc, 0.4), ("container", opts.runc, 1.1)):
+        work = tmp / backend
+        work.mkdir()
+        tool = RawTool(binary, work, tree)
+        try:
+            comparisons.append(Comparison(*measure_starts(client, tool, backend, opts.rounds), target))
+            comparisons.append(Comparison(*measure_commands(client, tool, backend, opts.rounds)))
+        finally:
+            tool.close()
+        rates += measure_files(client, backend, work)
+    return comparisons, rates
+
+
+def show(comparisons: list[Comparison], rates: list[tuple[str, float]], sizes: dict[str, int]) -> None:
+    """Prints the tables."""
+    print(f"{'':64} {'median':>9} {'min':>9} {'max':>9}  ms")
+    for row in rows(comparisons):
+        print(f"{row['name']:64} {row['median_ms']:9.1f} {row['min_ms']:9.1f} {row['max_ms']:9.1f}")
+    print()
+    for c in comparisons:
+        bound = f"  (wanted: at most {c.target})" if c.target else ""
+        print(f"{c.row()['what']:110} {c.ratio:6.2f}{bound}")
+    print()
+    for name, rate in rates:
+        print(f"{name:64} {rate:9.0f}  MB/s")
+    for name, size in sizes.items():
+        print(f"{name + ': size of its snapshot':64} {size / 1e6:9.1f}  MB")
+
+
+def rows(comparisons: list[Comparison]) -> list[dict[str, object]]:
+    """One for each series, in order; one that is used twice is there once."""
+    series = {s.name: s for c in comparisons for s in (c.ours, c.raw)}
+    return [s.row() for s in series.values()]
+
+
 def main() -> None:
     opts = parse()
-    series: list[Series] = []
-    ratios: list[dict[str, object]] = []
+    comparisons: list[Comparison] = []
     rates: list[tuple[str, float]] = []
-
-    def compare(ours: Series, raw: Series, target: float | None) -> None:
-        series.extend([ours, raw])
-        ratio = ours.median / raw.median
-        ratios.append({"what": f"{ours.name} / {raw.name}", "ratio": round(ratio, 2), "target": target})
-
+    sizes: dict[str, int] = {}
     with tempfile.TemporaryDirectory(prefix="bench", dir="/var/tmp") as tmp, DSecClient() as client:
         client.run_sandbox(DSecRunArgs(backend="container", image="root/py:latest")).stop()
         tree = find_tree(opts.state)
-        for backend, binary, target in (("gvisor", opts.runsc, 0.4), ("container", opts.runc, 1.1)):
-            work = Path(tmp) / backend
-            work.mkdir()
-            tool = RawTool(binary, work, tree)
-            try:
-                compare(*measure_starts(client, tool, backend, opts.rounds), target)
-                compare(*measure_commands(client, tool, backend, opts.rounds), None)
-            finally:
-                tool.close()
-            rates += measure_files(client, backend, work)
 
-    print(f"{'':58} {'median':>9} {'min':>9} {'max':>9}  ms")
-    for row in (s.row() for s in series):
-        print(f"{row['name']:58} {row['median_ms']:9.1f} {row['min_ms']:9.1f} {row['max_ms']:9.1f}")
-    print()
-    for r in ratios:
-        bound = f"  (wanted: at most {r['target']})" if r["target"] else ""
-        print(f"{r['what']:78} {r['ratio']:6.2f}{bound}")
-    print()
-    for name, rate in rates:
-        print(f"{name:58} {rate:9.0f}  MB/s")
+        def raw_runsc(case: Case) -> RawTool:
+            work = Path(tempfile.mkdtemp(prefix="state-", dir=tmp))
+            tool = RawTool(opts.runsc, work, tree, case.command)
+            shutil.copy(WORKLOAD, tool.rootfs / WORKLOAD.name)
+            return tool
+
+        if opts.part != "state":
+            comparisons, rates = measure_jobs(client, opts, Path(tmp), tree)
+        if opts.part != "jobs":
+            more, sizes = measure_state(client, raw_runsc, opts.rounds)
+            comparisons += more
+    show(comparisons, rates, sizes)
     machine = {
         "processors": os.cpu_count(),
         "kernel": platform.release(),
@@ -233,9 +171,10 @@ def main() -> None:
     }
     figures = {
         "machine": machine,
-        "series": [s.row() for s in series],
-        "ratios": ratios,
+        "series": rows(comparisons),
+        "ratios": [c.row() for c in comparisons],
         "rates_mb_per_s": {name: round(rate, 1) for name, rate in rates},
+        "snapshot_bytes": sizes,
     }
     opts.out.write_text(json.dumps(figures, indent=2) + "\n")
     print(f"\nwritten to {opts.out}", file=sys.stderr)
