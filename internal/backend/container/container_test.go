@@ -1,13 +1,9 @@
 package container
 
 import (
-	"context"
 	"encoding/json"
-	"errors"
 	"fmt"
-	"log/slog"
 	"os"
-	"path/filepath"
 	"strings"
 	"testing"
 
@@ -16,7 +12,6 @@ import (
 	"github.com/kernflux/opendsec/internal/backend"
 	"github.com/kernflux/opendsec/internal/backend/backendtest"
 	"github.com/kernflux/opendsec/internal/ocispec"
-	"github.com/kernflux/opendsec/internal/sandbox"
 )
 
 // kindOf describes the backend with a runtime, "" for the one that it chooses.
@@ -53,35 +48,14 @@ func TestBackend(t *testing.T) { backendtest.Run(t, kindOf("")) }
 func TestBackendOnRunc(t *testing.T) { backendtest.Run(t, kindOf("runc")) }
 
 // machine makes a container that is destroyed at the test's end, and returns
-// the host's number of its first process.
+// the host's number of its first process, which is the agent by then.
 func machine(t *testing.T) (*instance, int) {
 	t.Helper()
-	rootfs, agent := backendtest.Rootfs(t)
-	dir := t.TempDir()
-	b, err := Open(Options{Log: slog.New(slog.DiscardHandler), StateDir: dir, Prefix: backend.Prefix(dir), Agent: agent})
-	if err != nil {
+	h := newHost(t, t.TempDir())
+	i := h.create(trialLimits, nil)
+	if err := i.answers(t.Context()); err != nil {
 		t.Fatal(err)
 	}
-	id := sandbox.NewID()
-	state := filepath.Join(dir, string(id))
-	if err := os.Mkdir(state, 0o700); err != nil {
-		t.Fatal(err)
-	}
-	made, err := b.Create(context.Background(), backend.Config{
-		ID: id, Hostname: "confined", Limits: trialLimits, Rootfs: rootfs, Agent: agent, StateDir: state,
-	})
-	t.Cleanup(func() {
-		if err == nil {
-			err = made.Destroy(context.Background())
-		}
-		if err := errors.Join(err, b.Close()); err != nil {
-			t.Error(err)
-		}
-	})
-	if err != nil {
-		t.Fatal(err)
-	}
-	i := made.(*instance)
 	return i, i.process.PID
 }
 
