@@ -162,11 +162,8 @@ func (b *Backend) Create(ctx context.Context, cfg backend.Config) (_ backend.Ins
 	if err := b.adopt(s, cfg); err != nil {
 		return nil, err
 	}
-	if err := s.group.SetLimits(sandbox.Limits{CPU: cfg.Limits.CPU}); err != nil {
+	if err := b.settle(s); err != nil {
 		return nil, err
-	}
-	if cfg.From != nil {
-		b.settle(s)
 	}
 	if s.lent {
 		b.opts.Slots.Hand(s.Slot)

@@ -88,7 +88,9 @@ func (b *Backend) Recover(ctx context.Context, h backend.Handle) (backend.Instan
 	}
 	i := b.newInstance(d.ID, d.Sentry)
 	i.paused = paused
-	b.resettle(d.Sentry)
+	if err := b.resettle(d.Sentry); err != nil {
+		return nil, fmt.Errorf("recover gVisor machine %s: %w", d.ID, err)
+	}
 	return i, nil
 }
 

@@ -1,6 +1,7 @@
 package gvisor
 
 import (
+	"runtime"
 	"strings"
 	"sync"
 	"time"
@@ -10,7 +11,8 @@ import (
 
 // To write its state down or to take one up, a sentry needs memory for a while:
 // some 200 MiB more with 20,000 files. Within its usual limit a sandbox could
-// end in the middle. Nothing inside runs then that could use it.
+// end in the middle. It also has more to do than a sandbox with a part of a CPU
+// may. Nothing inside runs then that could use either.
 const (
 	liftTimes = 3   // the limit meanwhile, in usual ones
 	liftLeast = 256 // MiB that there are beyond the usual limit at least
@@ -27,21 +29,21 @@ const slack = 4 << 20
 // lifted is the limit of a group, in MiB, whose usual limit is usual.
 func lifted(usual int64) int64 { return max(usual+liftLeast, liftTimes*usual) }
 
-// headroom is a control group's limit while it is lifted.
+// headroom is a control group's limits while they are lifted.
 type headroom struct {
 	mu    sync.Mutex
-	users int  // that need it lifted
-	waits bool // somebody waits to put it back
+	users int  // that need them lifted
+	waits bool // somebody waits to put that of memory back
 }
 
-// lift lifts the memory limit until settle.
+// lift lifts the limits of memory and CPU until settle.
 func (s *sentry) lift() error {
 	s.room.mu.Lock()
 	defer s.room.mu.Unlock()
 	if s.group == nil {
 		return nil
 	}
-	limit := sandbox.Limits{MemoryMB: lifted(hostMemoryMB(s.Limits.MemoryMB))}
+	limit := sandbox.Limits{MemoryMB: lifted(hostMemoryMB(s.Limits.MemoryMB)), CPU: float64(runtime.NumCPU())}
 	err := s.group.SetLimits(limit)
 	if err != nil {
 		// With swap accounting the limit of both must be lifted before that of
@@ -55,20 +57,36 @@ func (s *sentry) lift() error {
 	return nil
 }
 
-// settle ends what lift began: the limit is put back now, or as soon as less
-// memory than that is in use.
-func (b *Backend) settle(s *sentry) {
+// settle ends what lift began: the limit of CPU is put back now, that of memory
+// now, or as soon as less than that is in use.
+func (b *Backend) settle(s *sentry) error {
 	s.room.mu.Lock()
 	defer s.room.mu.Unlock()
-	s.room.users = max(0, s.room.users-1)
-	b.settleLater(s, s.lower())
+	if s.room.users > 1 {
+		s.room.users--
+		return nil
+	}
+	if s.room.users == 1 { // else it was made without
+		s.room.users = 0
+		b.settleLater(s, s.lower())
+	}
+	return s.slow()
 }
 
-// resettle puts the limit back that an earlier run may have left lifted.
-func (b *Backend) resettle(s *sentry) {
+// resettle puts the limits back that an earlier run may have left lifted.
+func (b *Backend) resettle(s *sentry) error {
 	s.room.mu.Lock()
 	defer s.room.mu.Unlock()
 	b.settleLater(s, false)
+	return s.slow()
+}
+
+// slow sets the CPU's limit.
+func (s *sentry) slow() error {
+	if s.group == nil || s.exited() {
+		return nil
+	}
+	return s.group.SetLimits(sandbox.Limits{CPU: s.Limits.CPU})
 }
 
 // settleLater waits until the limit can be put back. s.room.mu is held.

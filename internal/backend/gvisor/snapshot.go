@@ -108,13 +108,13 @@ func (i *instance) Snapshot(ctx context.Context, o backend.SnapshotOptions) (_ b
 	return i.describe(o, names, files)
 }
 
-// write has the sentry write, with memory to do it.
+// write has the sentry write, with memory and CPU to do it.
 func (i *instance) write(save func([]*os.File) error, files []*os.File) error {
 	if err := i.s.lift(); err != nil {
 		return err
 	}
-	defer i.b.settle(i.s)
-	return save(files)
+	err := save(files)
+	return errors.Join(err, i.b.settle(i.s))
 }
 
 // describe returns what a snapshot in files is.
