@@ -11,6 +11,7 @@ import (
 	"net/http"
 	"os"
 	"path/filepath"
+	"strings"
 	"sync"
 	"sync/atomic"
 	"testing"
@@ -233,6 +234,170 @@ func TestRealEdgeRestarts(t *testing.T) {
 	}
 	if stopped, err := dev.stop(sb.GetId()); err != nil || stopped.GetState() != opendsecv1.State_STATE_STOPPED {
 		t.Errorf("got %v, %v", stopped, err)
+	}
+}
+
+// upload writes a file in a sandbox; download reads it.
+func (u *user) upload(id, path, content string) error {
+	var form bytes.Buffer
+	parts := multipart.NewWriter(&form)
+	part, err := parts.CreateFormFile("file", path)
+	if err != nil {
+		return err
+	}
+	if _, err := io.WriteString(part, content); err != nil {
+		return err
+	}
+	if err := parts.Close(); err != nil {
+		return err
+	}
+	req := u.request(u.c.t.Context(), id, "/files?username=root&path="+path, &form)
+	req.Header.Set("Content-Type", parts.FormDataContentType())
+	_, err = u.fetch(req)
+	return err
+}
+
+func (u *user) download(id, path string) (string, error) {
+	req := u.request(u.c.t.Context(), id, "/files?username=root&path="+path, nil)
+	req.Method = http.MethodGet
+	return u.fetch(req)
+}
+
+func (u *user) fetch(req *http.Request) (string, error) {
+	res, err := u.c.http.Do(req)
+	if err != nil {
+		return "", err
+	}
+	defer res.Body.Close()
+	body, err := io.ReadAll(res.Body)
+	if err == nil && res.StatusCode != http.StatusOK {
+		err = fmt.Errorf("%s: %s", res.Status, body)
+	}
+	return string(body), err
+}
+
+// What a sandbox has outlives pauses, restarts of its edge and forks.
+func TestRealEdgeKeepsState(t *testing.T) {
+	c, e := newRealCluster(t)
+	dev := c.developer()
+	id := dev.mustCreate(onSim).GetId()
+	if err := dev.upload(id, "/tmp/a", "first"); err != nil {
+		t.Fatal(err)
+	}
+	dev.mustPause(id)
+	e.stop()
+	dev.is(id, paused)
+	e.start()
+	eventually(t, "its edge is back", func() bool {
+		_, err := dev.pause(id)
+		return err == nil
+	})
+	if _, err := dev.download(id, "/tmp/a"); err == nil || !strings.Contains(err.Error(), "wrong_state") {
+		t.Errorf("a call to a paused sandbox: %v", err)
+	}
+	eventually(t, "it is resumed", func() bool {
+		sb, err := dev.resume(id)
+		return err == nil && sb.GetState() == running
+	})
+	if got, err := dev.download(id, "/tmp/a"); err != nil || got != "first" {
+		t.Errorf("got %q, %v", got, err)
+	}
+	for _, change := range []func(*opendsecv1.ForkSandboxRequest){
+		func(*opendsecv1.ForkSandboxRequest) {}, func(r *opendsecv1.ForkSandboxRequest) { r.FilesOnly = true },
+	} {
+		results, err := dev.fork(id, times(3), change)
+		if err != nil {
+			t.Fatal(err)
+		}
+		ids, kinds := sortResults(t, results)
+		if len(ids) != 3 {
+			t.Fatalf("made %v, and %v", ids, kinds)
+		}
+		for _, child := range ids {
+			if got, err := dev.download(child, "/tmp/a"); err != nil || got != "first" {
+				t.Errorf("got %q, %v", got, err)
+			}
+			if err := dev.upload(child, "/tmp/a", child); err != nil {
+				t.Error(err)
+			}
+		}
+	}
+	if got, err := dev.download(id, "/tmp/a"); err != nil || got != "first" {
+		t.Errorf("after the copies wrote, the source has %q, %v", got, err)
+	}
+	dev.mustPause(id)
+	results, err := dev.fork(id)
+	if ids, _ := sortResults(t, results); err != nil || len(ids) != 1 {
+		t.Errorf("of a paused one: %v, %v", results, err)
+	}
+	dev.is(id, paused)
+	if sb, err := dev.stop(id); err != nil || sb.GetState() != opendsecv1.State_STATE_STOPPED {
+		t.Errorf("got %v, %v", sb, err)
+	}
+	leaks, err := c.admin().cluster.FindLeaks(t.Context(), connect.NewRequest(&opendsecv1.FindLeaksRequest{}))
+	if err != nil || len(leaks.Msg.GetLeaks()) > 0 {
+		t.Errorf("leaks: %v, %v", leaks, err)
+	}
+}
+
+// A sandbox may pause by itself, and be woken by whoever calls it.
+func TestRealEdgePausesAndWakes(t *testing.T) {
+	c, _ := newRealCluster(t)
+	dev := c.developer()
+	id := dev.mustCreate(onSim, func(r *opendsecv1.CreateSandboxRequest) {
+		r.Spec.AutoResume, r.Spec.OnIdle, r.Spec.TtlRunningStop = true, opendsecv1.OnIdle_ON_IDLE_PAUSE, durationpb.New(time.Second)
+	}).GetId()
+	for range 2 {
+		eventually(t, "it pauses by itself", func() bool {
+			sb, err := dev.get(id)
+			return err == nil && sb.GetState() == paused && sb.GetPausedAt() != nil
+		})
+		if err := dev.data(id, "/agent.v1.Agent/Activity"); err != nil {
+			t.Fatal(err)
+		}
+		eventually(t, "that it was woken is recorded", func() bool {
+			sb, err := dev.get(id)
+			return err == nil && sb.GetState() == running
+		})
+	}
+}
+
+// Pauses, resumes and forks at once leave record and node in agreement.
+func TestRealEdgeStateAtOnce(t *testing.T) {
+	c, _ := newRealCluster(t)
+	dev := c.developer()
+	tiny := func(r *opendsecv1.CreateSandboxRequest) {
+		r.Spec.MemoryLimitMb, r.Spec.DiskLimitMb, r.Spec.CpuCoresLimit = 64, 16, 0.1
+	}
+	id := dev.mustCreate(onSim, tiny).GetId()
+	var group sync.WaitGroup
+	for i := range 24 {
+		group.Go(func() {
+			switch i % 3 {
+			case 0:
+				if _, err := dev.pause(id); err != nil {
+					t.Error(err)
+				}
+			case 1:
+				if _, err := dev.resume(id); err != nil {
+					t.Error(err)
+				}
+			case 2:
+				results, err := dev.fork(id)
+				if ids, kinds := sortResults(t, results); err != nil || len(ids) != 1 {
+					t.Errorf("fork: %v, %v", kinds, err)
+				}
+			}
+		})
+	}
+	group.Wait()
+	dev.mustPause(id)
+	dev.mustResume(id)
+	if err := dev.data(id, "/agent.v1.Agent/Activity"); err != nil {
+		t.Error(err)
+	}
+	if n := len(c.copiesOf(id)); n != 8 {
+		t.Errorf("%d copies", n)
 	}
 }
 
