@@ -21,7 +21,7 @@ type Image struct {
 	Architecture string // "amd64"
 	Source       string // where it came from, without credentials
 	Config       []byte // JSON, as its importer wrote it
-	Snapshot     []byte // JSON: what a start of it needs; nil unless it has memory
+	Snapshot     []byte // JSON: where it was made of a sandbox, and what a start of one with memory needs; nil for a plain one
 	CreatedAt    time.Time
 }
 
