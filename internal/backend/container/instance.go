@@ -81,6 +81,7 @@ func (i *instance) watch() {
 		i.lost = fmt.Errorf("container %s is not watched any more: %w", i.record.ID, err)
 	} else {
 		i.exit = i.cause()
+		i.end()
 	}
 	i.process.fd.Close()
 	i.backend.mu.Lock()
@@ -88,7 +89,6 @@ func (i *instance) watch() {
 		delete(i.backend.live, i.record.ID)
 	}
 	i.backend.mu.Unlock()
-	i.end()
 	close(i.done)
 }
 

@@ -99,21 +99,19 @@ func (i *instance) inTurn(ctx context.Context, f func(context.Context, *cgroup.F
 }
 
 // still calls f while the container stands still. One that ran before goes on
-// afterwards, whatever f did.
-func (i *instance) still(ctx context.Context, f func(context.Context) error) error {
-	return i.inTurn(ctx, func(ctx context.Context, freezer *cgroup.Freezer) error {
-		paused, err := i.paused()
-		if err != nil {
-			return err
-		}
-		if paused {
-			return f(ctx)
-		}
-		if err := freezer.Freeze(ctx); err != nil {
-			return err
-		}
-		return errors.Join(f(ctx), freezer.Thaw())
-	})
+// afterwards, whatever f did. It is called in turn.
+func (i *instance) still(ctx context.Context, freezer *cgroup.Freezer, f func() error) error {
+	paused, err := i.paused()
+	if err != nil {
+		return err
+	}
+	if paused {
+		return f()
+	}
+	if err := freezer.Freeze(ctx); err != nil {
+		return err
+	}
+	return errors.Join(f(), freezer.Thaw())
 }
 
 // restoreMotion brings a container that was found again to what it was meant to
@@ -163,24 +161,16 @@ func (i *instance) snapshot(ctx context.Context, o backend.SnapshotOptions) (s b
 	if err != nil {
 		return s, i.goneFor(err)
 	}
-	// Most of what is to be written is written while the container works.
-	err = unix.Syncfs(int(top.Fd()))
 	to := filepath.Join(o.Dir, diskFile)
-	if err == nil {
-		err = i.still(ctx, func(ctx context.Context) error {
-			if err := quiesce(top); err != nil {
-				return err
-			}
-			how, err := reflink.Copy(ctx, to, i.diskPath(), reflink.Options{})
-			if err == nil && how == reflink.Copied {
-				i.backend.warned.Do(func() {
-					i.backend.log.Warn("snapshots of containers are whole copies of their disks; state on XFS or btrfs makes them cheap",
-						"directory", o.Dir)
-				})
-			}
-			return err
-		})
-	}
+	err = i.inTurn(ctx, func(ctx context.Context, freezer *cgroup.Freezer) error {
+		// Most of what is to be written is written while the container works,
+		// and what the kernel waits for the first time, some 40 ms, it does not
+		// wait for again a moment later.
+		if err := errors.Join(unix.Syncfs(int(top.Fd())), quiesce(top)); err != nil {
+			return fmt.Errorf("write out the disk: %w", err)
+		}
+		return i.still(ctx, freezer, func() error { return i.copyDisk(ctx, top, to) })
+	})
 	if err := errors.Join(err, top.Close()); err != nil {
 		return s, err
 	}
@@ -195,6 +185,22 @@ func (i *instance) snapshot(ctx context.Context, o backend.SnapshotOptions) (s b
 	s = backend.Snapshot{Backend: sandbox.Container, Dir: o.Dir, Limits: i.record.Limits, Size: st.Blocks * 512}
 	s.Data, err = json.Marshal(snapshotData{DiskSize: st.Size})
 	return s, err
+}
+
+// copyDisk copies the disk, top being the top directory of its file system, when
+// the container stands still.
+func (i *instance) copyDisk(ctx context.Context, top *os.File, to string) error {
+	if err := quiesce(top); err != nil {
+		return err
+	}
+	how, err := reflink.Copy(ctx, to, i.diskPath(), reflink.Options{})
+	if err == nil && how == reflink.Copied {
+		i.backend.warned.Do(func() {
+			i.backend.log.Warn("snapshots of containers are whole copies of their disks; state on XFS or btrfs makes them cheap",
+				"directory", filepath.Dir(to))
+		})
+	}
+	return err
 }
 
 // checkSnapshot returns the disk's file of a snapshot that a container with
@@ -228,13 +234,13 @@ func (i *instance) Diff(ctx context.Context, w *os.File) error {
 		return fmt.Errorf("changed files of container %s: %w", i.record.ID, i.goneFor(err))
 	}
 	defer top.Close()
-	err = i.still(ctx, func(ctx context.Context) error {
+	err = i.inTurn(ctx, func(ctx context.Context, freezer *cgroup.Freezer) error {
 		// What reads slowly, or not at all, must not hold up a Destroy.
 		defer context.AfterFunc(ctx, func() {
 			_ = w.SetWriteDeadline(time.Unix(1, 0)) // a plain file has none, and needs none
 		})()
 		dir := fmt.Sprintf("/proc/self/fd/%d/%s", top.Fd(), upperDir)
-		return upper.Pack(ctx, w, dir, ownMounts())
+		return i.still(ctx, freezer, func() error { return upper.Pack(ctx, w, dir, ownMounts()) })
 	})
 	if err != nil {
 		return fmt.Errorf("changed files of container %s: %w", i.record.ID, err)
