@@ -165,13 +165,14 @@ func (t *nodeTable) only(usages []store.NodeUsage, from origin) *placement.Only 
 }
 
 // backendsThat returns the backends that have a feature somewhere, the
-// strongest first, and whether a node says that one of its own lacks it.
+// strongest first, and whether a node says that one of its own lacks it. The
+// one that only simulates is no help to whoever asks.
 func (t *nodeTable) backendsThat(usages []store.NodeUsage, feature, node string, one sandbox.Backend) (can []sandbox.Backend, lacks bool) {
 	for _, u := range usages {
 		for _, b := range t.report(u.Node).GetBackends() {
 			has := b.GetAvailable() && slices.Contains(b.GetFeatures(), feature)
 			name := sandbox.Backend(b.GetName())
-			if has && !slices.Contains(can, name) {
+			if has && name != sandbox.Sim && !slices.Contains(can, name) {
 				can = append(can, name)
 			}
 			lacks = lacks || u.Node.Name == node && name == one && !has

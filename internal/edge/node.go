@@ -5,6 +5,7 @@ import (
 
 	"github.com/kernflux/opendsec/internal/edge/host"
 	"github.com/kernflux/opendsec/internal/fault"
+	"github.com/kernflux/opendsec/internal/reflink"
 	"github.com/kernflux/opendsec/internal/sandbox"
 )
 
@@ -32,11 +33,11 @@ func (e *Edge) measure() error {
 		DiskMB:    int64(float64(max(disk.TotalMB-e.reserve, 0)) * e.cfg.DiskOvercommit),
 		Sandboxes: e.cfg.MaxSandboxes,
 	}
-	reflink, err := host.Reflink(e.cfg.StateDir)
+	clones, err := reflink.Supported(e.cfg.StateDir)
 	if err != nil {
 		return err
 	}
-	if !reflink {
+	if !clones {
 		e.notes = append(e.notes, fmt.Sprintf("the file system of %s has no reflink, so copies of memory and disks are real copies; XFS or btrfs under it makes forks fast", e.cfg.StateDir))
 	}
 	return nil

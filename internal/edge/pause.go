@@ -7,6 +7,7 @@ import (
 	"io/fs"
 	"os"
 	"path/filepath"
+	"slices"
 	"time"
 
 	"golang.org/x/sync/errgroup"
@@ -32,11 +33,10 @@ func canSnapshotFiles(f backend.Features) bool  { return f.SnapshotFiles }
 // when it can.
 func (e *Edge) need(name sandbox.Backend, what string, can func(backend.Features) bool) *fault.Error {
 	able := e.probes.able(can)
-	for _, b := range able {
-		if b == name {
-			return nil
-		}
+	if slices.Contains(able, name) {
+		return nil
 	}
+	able = slices.DeleteFunc(able, func(b sandbox.Backend) bool { return b == sandbox.Sim })
 	f := fault.New(fault.Unsupported, "the backend %s cannot %s on node %s; these can: %v", name, what, e.cfg.Name, able)
 	f.Backends = able
 	return f

@@ -71,25 +71,6 @@ func Disk(path string) (Space, error) {
 	return Space{TotalMB: int64(st.Blocks * size >> 20), FreeMB: int64(st.Bavail * size >> 20)}, nil
 }
 
-// Reflink reports whether the file system of dir can share blocks between
-// files, by doing it.
-func Reflink(dir string) (ok bool, err error) {
-	src, err := os.CreateTemp(dir, ".reflink-*")
-	if err != nil {
-		return false, fmt.Errorf("try a reflink in %s: %w", dir, err)
-	}
-	defer func() { err = errors.Join(err, src.Close(), os.Remove(src.Name())) }()
-	if _, err := src.Write(make([]byte, 4096)); err != nil {
-		return false, fmt.Errorf("try a reflink in %s: %w", dir, err)
-	}
-	dst, err := os.CreateTemp(dir, ".reflink-*")
-	if err != nil {
-		return false, fmt.Errorf("try a reflink in %s: %w", dir, err)
-	}
-	defer func() { err = errors.Join(err, dst.Close(), os.Remove(dst.Name())) }()
-	return unix.IoctlFileClone(int(dst.Fd()), int(src.Fd())) == nil, nil
-}
-
 // BootID returns an id that changes with each boot of the machine.
 func BootID() (string, error) {
 	data, err := os.ReadFile("/proc/sys/kernel/random/boot_id")

@@ -19,12 +19,6 @@ func TestMachine(t *testing.T) {
 	if s, err := Disk(dir); err != nil || s.TotalMB < s.FreeMB || s.TotalMB == 0 {
 		t.Errorf("disk %+v, error %v", s, err)
 	}
-	if _, err := Reflink(dir); err != nil {
-		t.Error(err)
-	}
-	if left, _ := os.ReadDir(dir); len(left) != 0 {
-		t.Errorf("Reflink left %v", left)
-	}
 	if id, err := BootID(); err != nil || len(id) != 36 {
 		t.Errorf("boot id %q, error %v", id, err)
 	}
