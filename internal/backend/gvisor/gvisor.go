@@ -22,6 +22,7 @@ import (
 	"os"
 	"path/filepath"
 	"sync"
+	"sync/atomic"
 	"time"
 
 	"gvisor.dev/gvisor/pkg/log"
@@ -76,6 +77,7 @@ type Backend struct {
 	work    *workers
 
 	sweepOnce sync.Once
+	creates   atomic.Int64 // under way
 
 	mu sync.Mutex
 	// live has the sentries that this run knows, from before they start to
@@ -112,8 +114,8 @@ func New(o Options) (*Backend, error) {
 		return nil, fmt.Errorf("gvisor backend: configure the sentry: %w", err)
 	}
 	b := &Backend{log: o.Log, opts: o, conf: conf, work: newWorkers(), live: map[string]sandbox.ID{}}
-	b.pool = newPool(o.Log, o.Pool, b.prepare, b.dismiss)
-	b.booted = newPool(o.Log, o.Pool, func(ctx context.Context, k key) (*sentry, error) { return b.lend(ctx, k, b.hold) }, b.dismiss)
+	b.pool = newPool(o.Log, o.Pool, b.prepare, b.dismiss, b.creating)
+	b.booted = newPool(o.Log, o.Pool, func(ctx context.Context, k key) (*sentry, error) { return b.lend(ctx, k, b.hold) }, b.dismiss, b.creating)
 	return b, nil
 }
 
@@ -150,6 +152,8 @@ func (b *Backend) Create(ctx context.Context, cfg backend.Config) (_ backend.Ins
 		return nil, err
 	}
 	b.sweepOnce.Do(b.sweep)
+	b.creates.Add(1)
+	defer b.creates.Add(-1)
 	s, err := b.running(ctx, cfg)
 	if err != nil {
 		return nil, err
@@ -171,6 +175,9 @@ func (b *Backend) Create(ctx context.Context, cfg backend.Config) (_ backend.Ins
 	}
 	return b.newInstance(cfg.ID, s), nil
 }
+
+// creating reports whether a machine is being created.
+func (b *Backend) creating() bool { return b.creates.Load() > 0 }
 
 // running returns a sentry that runs its process 1.
 func (b *Backend) running(ctx context.Context, cfg backend.Config) (*sentry, error) {

@@ -12,6 +12,9 @@ const (
 	// settle is how long after its last use the pool is filled, so that a
 	// burst of creations has the machine for itself.
 	settle = 20 * time.Millisecond
+	// yield is how long the pool waits for creations under way, which it would
+	// take the CPU from. Under a steady stream of them it must work all the same.
+	yield = time.Second
 	// retention is how long a key that is not used has machines ready.
 	retention = 10 * time.Minute
 	// review is how often the pool looks whether it has to change by itself.
@@ -25,6 +28,7 @@ type pool struct {
 	size   int
 	launch func(context.Context, key) (*sentry, error)
 	end    func(*sentry) error
+	busy   func() bool // a creation is under way
 
 	ctx  context.Context // of run
 	stop context.CancelFunc
@@ -40,10 +44,10 @@ type pool struct {
 
 // newPool returns a pool for up to size sentries. It begins to work with its
 // first use.
-func newPool(log *slog.Logger, size int, launch func(context.Context, key) (*sentry, error), end func(*sentry) error) *pool {
+func newPool(log *slog.Logger, size int, launch func(context.Context, key) (*sentry, error), end func(*sentry) error, busy func() bool) *pool {
 	ctx, stop := context.WithCancel(context.Background())
 	return &pool{
-		log: log, size: size, launch: launch, end: end,
+		log: log, size: size, launch: launch, end: end, busy: busy,
 		ctx: ctx, stop: stop, poke: make(chan struct{}, 1),
 		ready: map[key][]*sentry{}, used: map[key]time.Time{},
 	}
@@ -108,8 +112,10 @@ func (p *pool) run() {
 	}
 }
 
-// quiet returns when the pool was not used for a while.
+// quiet returns when the pool was not used for a while and nothing is created,
+// or has been for long.
 func (p *pool) quiet() {
+	begin := time.Now()
 	timer := time.NewTimer(settle)
 	defer timer.Stop()
 	for {
@@ -119,7 +125,10 @@ func (p *pool) quiet() {
 		case <-p.poke:
 			timer.Reset(settle)
 		case <-timer.C:
-			return
+			if !p.busy() || time.Since(begin) > yield {
+				return
+			}
+			timer.Reset(settle)
 		}
 	}
 }
@@ -134,6 +143,9 @@ func (p *pool) fill() {
 		}
 		if !missing {
 			return
+		}
+		if p.busy() {
+			p.quiet()
 		}
 		s, err := p.launch(p.ctx, k)
 		if err != nil {

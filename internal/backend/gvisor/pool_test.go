@@ -21,10 +21,11 @@ type plant struct {
 	alive atomic.Int64
 	made  atomic.Int64
 	fail  atomic.Bool
+	busy  atomic.Bool
 }
 
 func (f *plant) pool(size int) *pool {
-	return newPool(slog.New(slog.NewTextHandler(f.t.Output(), nil)), size, f.launch, f.end)
+	return newPool(slog.New(slog.NewTextHandler(f.t.Output(), nil)), size, f.launch, f.end, f.busy.Load)
 }
 
 // launch takes the 30 ms of a real one, and holds this process, which lives.
@@ -166,6 +167,34 @@ func TestPoolLeavesTheMachineToABurst(t *testing.T) {
 		<-time.After(time.Second)
 		if p.count(k) != 4 {
 			t.Errorf("%d ready after the burst", p.count(k))
+		}
+		if err := p.close(); err != nil {
+			t.Error(err)
+		}
+	})
+}
+
+func TestPoolLeavesTheMachineToCreations(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		f := &plant{t: t}
+		p := f.pool(2)
+		k := key{rootfs: "a"}
+		f.busy.Store(true)
+		p.want(k, time.Now())
+		<-time.After(yield / 2)
+		if f.made.Load() != 0 {
+			t.Errorf("%d were made while another was", f.made.Load())
+		}
+		f.busy.Store(false)
+		<-time.After(settle * 10)
+		if p.count(k) != 2 {
+			t.Errorf("%d ready after the creation", p.count(k))
+		}
+		f.busy.Store(true) // for good
+		f.give(p.take(k, time.Now()))
+		<-time.After(4 * yield)
+		if p.count(k) != 2 {
+			t.Errorf("%d ready during creations without end", p.count(k))
 		}
 		if err := p.close(); err != nil {
 			t.Error(err)
