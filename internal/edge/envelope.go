@@ -31,6 +31,7 @@ type envelopes struct {
 	why func(error) *fault.Error
 
 	held  []byte // the beginning of an envelope that is not whole
+	begun bool   // something has passed
 	rest  uint32 // of an envelope that goes through as it comes: what is to come
 	ended bool   // the last envelope has passed
 	last  []byte // what is still to be given out of an end of our own making
@@ -53,6 +54,7 @@ func (s *envelopes) Read(p []byte) (int, error) {
 		k := copy(p, s.held)
 		n, err := s.from.Read(p[k:])
 		whole := s.split(p[:k+n])
+		s.begun = s.begun || whole > 0
 		if err != nil {
 			s.finish(err)
 		}

@@ -344,6 +344,9 @@ func (p processOf) Start(ctx context.Context, req *connect.Request[process.Start
 		}
 		<-ctx.Done()
 		return ctx.Err()
+	case "silent":
+		<-ctx.Done()
+		return ctx.Err()
 	}
 	return connect.NewError(connect.CodeInvalidArgument, errors.New("no such command"))
 }

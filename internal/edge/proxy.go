@@ -159,14 +159,36 @@ func (p *proxy) modify(res *http.Response) error {
 		_ = passageOf(ctx).body.Close() // it only unblocks a read
 	}
 	if strings.HasPrefix(res.Header.Get("Content-Type"), "application/connect+") {
-		res.Body = &envelopes{from: res.Body, why: func(err error) *fault.Error { return p.explain(ctx, err) }}
+		s := &envelopes{from: res.Body}
+		s.why = func(err error) *fault.Error {
+			f := p.explain(ctx, err)
+			if !s.begun {
+				f = unanswered(f)
+			}
+			return f
+		}
+		res.Body = s
 	}
 	return nil
 }
 
 // broken answers a request that the agent did not.
 func (p *proxy) broken(w http.ResponseWriter, r *http.Request, err error) {
-	p.refuse(w, r, p.explain(r.Context(), err))
+	p.refuse(w, r, unanswered(p.explain(r.Context(), err)))
+}
+
+// unanswered returns the error of a call that the agent got and has not
+// answered. A wrong state says that a call was refused and did nothing. One
+// that was on its way when the sandbox was paused may have done something, or
+// do it after the resume, so its error is that of a connection that broke.
+func unanswered(f *fault.Error) *fault.Error {
+	if f.Kind != fault.WrongState {
+		return f
+	}
+	return &fault.Error{
+		Kind: fault.Unavailable, RequestID: f.RequestID, Err: f.Err,
+		Message: "the sandbox was paused before the call was answered, so it may have had an effect: " + f.Message,
+	}
 }
 
 // graceToKnow is how long after a connection broke the machine's end may come

@@ -7,6 +7,7 @@ import (
 	"math/rand/v2"
 	"os"
 	"path/filepath"
+	"runtime"
 	"sync"
 	"sync/atomic"
 	"testing"
@@ -345,6 +346,37 @@ func TestOpenRequestsEndWithThePause(t *testing.T) {
 	f := fault.Of(fault.FromConnect(stream.Err()))
 	if f == nil || f.Kind != fault.WrongState || f.State != sandbox.Paused {
 		t.Errorf("got %+v", f)
+	}
+}
+
+// A call that a pause cuts off before its answer is not one that was refused.
+func TestAPauseOfACallWithoutAnAnswer(t *testing.T) {
+	w := newDiskWorld(t)
+	n := startNode(t, w, t.TempDir(), nil)
+	id := n.make(t, nil)
+	ended := make(chan error, 1)
+	go func() {
+		stream, err := n.start(t.Context(), id, "silent")
+		if err == nil {
+			for stream.Receive() {
+			}
+			err = stream.Err()
+		}
+		ended <- err
+	}()
+	for b := n.find(id); ; runtime.Gosched() {
+		if _, _, u := b.deadlines(); u.open == 1 {
+			break
+		}
+	}
+	if _, err := n.pauseID(id); err != nil {
+		t.Fatal(err)
+	}
+	if err := fault.FromConnect(<-ended); !fault.Is(err, fault.Unavailable) {
+		t.Errorf("got %v", err)
+	}
+	if err := n.call(id); !fault.Is(err, fault.WrongState) {
+		t.Errorf("a call after the pause: %v", err)
 	}
 }
 
