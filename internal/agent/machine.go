@@ -109,7 +109,18 @@ func put(file, content string, mode fs.FileMode) error {
 	default:
 		return err
 	}
-	temp, err := os.CreateTemp(path.Dir(file), ".opendsec-*")
+	// Always the same name: where an image's directory is changed, each name
+	// that was ever in it leaves a trace in the layer of changes.
+	const temporary = ".opendsec-new"
+	dir, err := os.OpenRoot(path.Dir(file))
+	if err != nil {
+		return err
+	}
+	defer dir.Close()
+	if err := dir.Remove(temporary); err != nil && !errors.Is(err, fs.ErrNotExist) {
+		return err
+	}
+	temp, err := dir.OpenFile(temporary, os.O_WRONLY|os.O_CREATE|os.O_EXCL, 0o600)
 	if err != nil {
 		return err
 	}
@@ -120,10 +131,10 @@ func put(file, content string, mode fs.FileMode) error {
 	}
 	err = errors.Join(err, temp.Chmod(mode), temp.Close())
 	if err == nil {
-		err = os.Rename(temp.Name(), file)
+		err = dir.Rename(temporary, path.Base(file))
 	}
 	if err != nil {
-		os.Remove(temp.Name())
+		err = errors.Join(err, dir.Remove(temporary))
 	}
 	return err
 }
