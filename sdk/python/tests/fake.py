@@ -45,13 +45,18 @@ Context = RequestContext[Any, Any]
 
 _CODES = {"not_found": Code.NOT_FOUND, "invalid_argument": Code.INVALID_ARGUMENT, "unauthenticated": Code.UNAUTHENTICATED,
           "sandbox_ended": Code.FAILED_PRECONDITION, "capacity": Code.RESOURCE_EXHAUSTED,
-          "wrong_state": Code.FAILED_PRECONDITION, "unsupported": Code.UNIMPLEMENTED}  # fmt: skip
+          "wrong_state": Code.FAILED_PRECONDITION, "unavailable": Code.UNAVAILABLE, "unsupported": Code.UNIMPLEMENTED}  # fmt: skip
 
 
 def fault(kind: str, message: str, **detail: Any) -> ConnectError:
     """An error as the API sends it."""
     info = sandbox_pb.ErrorInfo(kind=kind, request_id="req-1", message=message, **detail)
     return ConnectError(_CODES[kind], message, details=[info])
+
+
+def _unanswered() -> ConnectError:
+    """The error of a call that a pause cut off before its answer."""
+    return fault("unavailable", "the sandbox was paused before the call was answered", retryable=True)
 
 
 class Process:
@@ -111,6 +116,13 @@ class Process:
             self.frozen = why
             self.changed.notify_all()
 
+    async def kill(self) -> None:
+        """End it for good."""
+        if self.end is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.pid, signal.SIGKILL)
+            await asyncio.wait([self._task], timeout=5)
+
     async def _run(self) -> None:
         child = self.child
         assert child is not None
@@ -162,6 +174,8 @@ class Sandbox(process_connect.Process, filesystem_connect.Filesystem, agent_conn
         self.root = root
         self.processes: dict[str, Process] = {}
         self.users: list[str | None] = []
+        self.holds = ""  # "late" to answer no start before a pause, "lost" not to start it either
+        self.held = asyncio.Event()
         self.apps: dict[str, Callable[..., Awaitable[None]]] = {
             "process.Process": process_connect.ProcessASGIApplication(self),
             "filesystem.Filesystem": filesystem_connect.FilesystemASGIApplication(self),
@@ -181,8 +195,13 @@ class Sandbox(process_connect.Process, filesystem_connect.Filesystem, agent_conn
         if request.process.cwd and not Path(request.process.cwd).is_dir():
             raise ConnectError(Code.INVALID_ARGUMENT, f"cwd '{request.process.cwd}' does not exist")
         process = Process()
-        await process.start(request, self.root, ctx.timeout_ms)
-        self.processes[request.tag or str(process.pid)] = process
+        if self.holds != "lost":
+            await process.start(request, self.root, ctx.timeout_ms)
+            self.processes[request.tag or str(process.pid)] = process
+        if self.holds:
+            self.held.clear()
+            await self.held.wait()
+            raise _unanswered()
         event = process_pb.ProcessEvent
         yield _started(Oneof("start", event.StartEvent(pid=process.pid)))
         async for name, _, data in process.follow({"stdout": 0, "stderr": 0}, True):
@@ -213,7 +232,7 @@ class Sandbox(process_connect.Process, filesystem_connect.Filesystem, agent_conn
                         await asyncio.wait_for(process.changed.wait(), 0.01)
             if process.frozen is not None:
                 drained.cancel()
-                raise process.frozen
+                raise _unanswered()
             await drained
         except (BrokenPipeError, ConnectionResetError) as err:
             raise ConnectError(Code.NOT_FOUND, "the process ended") from err
@@ -455,6 +474,9 @@ class Server(sandbox_connect.SandboxService, image_connect.ImageService):
         await self._stop.wait()
         relay.close()
         self._cut()
+        for sandbox in self.sandboxes.values():
+            for process in sandbox.processes.values():
+                await process.kill()
         with contextlib.suppress(Exception):
             await asyncio.wait_for(serving, 2)
 
@@ -601,6 +623,7 @@ class Server(sandbox_connect.SandboxService, image_connect.ImageService):
             why = fault("wrong_state", f"sandbox {request.id} is PAUSED", state=sandbox_pb.State.PAUSED)
             for process in sandbox.processes.values():
                 await process.freeze(why)
+            sandbox.held.set()
             # What is recorded of it comes after its streams end.
             sandbox.record.state, sandbox.record.paused_at = sandbox_pb.State.PAUSED, Timestamp.now()
         return sandbox_pb.PauseSandboxResponse(sandbox=sandbox.record)

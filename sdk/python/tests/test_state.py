@@ -129,6 +129,7 @@ def test_the_end_of_a_paused_sandbox_is_told(server: Server, use: Any) -> None:
             asyncio.ensure_future(sb.run_shell("echo b; sleep 60")),
             asyncio.ensure_future(shell.wait()),
         ]
+        await _followed(server, sb, shell)
         await _sent(server, sb, 2)
         await sb.pause()
         await _looks(server, 2)
@@ -170,8 +171,7 @@ def test_waiting_with_a_timeout_counts_all(server: Server, use: Any) -> None:
         reading = asyncio.ensure_future(anext(shell.output()))
         (server.root / sb.id / "go").touch()
         assert (await reading).text == "a\n"
-        (process,) = server.sandboxes[sb.id].processes.values()
-        await _until(lambda: process.followed == 4)
+        await _followed(server, sb, shell, 4)
         await sb.pause()
         with pytest.raises(opendsec.TimeoutError, match="still runs after 1.5 s") as caught:
             await waiting
@@ -189,8 +189,49 @@ def test_input_that_a_pause_cut_makes_no_result(server: Server, use: Any) -> Non
         await sb.pause()
         await _looks(server, 1)
         await sb.resume()
-        with pytest.raises(opendsec.ConnectionError, match="paused before the command had all of its stdin"):
+        with pytest.raises(opendsec.ConnectionError, match="paused before the call was answered"):
             await running
+        (process,) = server.sandboxes[sb.id].processes.values()
+        await _until(lambda: process.end is not None)
+
+    use(work)
+
+
+def test_a_start_that_a_pause_cut(server: Server, use: Any) -> None:
+    async def work(client: DSecClient, sb: Sandbox) -> None:
+        inside = server.sandboxes[sb.id]
+        for holds in ("late", "lost"):
+            inside.holds = holds
+            starts = len(inside.users)
+            running = asyncio.ensure_future(sb.run_shell("echo a; sleep 0.2; echo b"))
+            await _until(lambda starts=starts: len(inside.users) > starts)
+            await sb.pause()
+            await _looks(server, 1)
+            await sb.resume()
+            if holds == "late":
+                assert (await running).stdout == "a\nb\n"
+            else:
+                with pytest.raises(opendsec.ConnectionError, match="paused before the call was answered"):
+                    await running
+
+    use(work)
+
+
+def test_input_waits_for_the_end_of_a_pause(server: Server, use: Any) -> None:
+    async def work(client: DSecClient, sb: Sandbox) -> None:
+        data = b"x" * (1 << 20)
+        command = "echo go; while [ ! -e go ]; do sleep 0.01; done; head -c 1000000 | wc -c; wc -c"
+        shell = await sb.run_shell_background(command)
+        waiting = asyncio.ensure_future(shell.wait())
+        await _followed(server, sb, shell)
+        await sb.pause()
+        with pytest.raises(opendsec.WrongStateError):
+            await shell.write(data)
+        await sb.resume()
+        (server.root / sb.id / "go").touch()
+        await shell.write(data)
+        await shell.close_stdin()
+        assert (await waiting).stdout.split() == ["go", "1000000", "48576"]
 
     use(work)
 
@@ -313,6 +354,12 @@ async def _sent(server: Server, sb: Sandbox, count: int = 1) -> None:
     """Wait until that many commands were started and each has sent something."""
     found = server.sandboxes[sb.id].processes
     await _until(lambda: len(found) == count and all(p.sent or p.followed for p in found.values()))
+
+
+async def _followed(server: Server, sb: Sandbox, shell: opendsec.BackgroundShell, size: int = 1) -> None:
+    """Wait until so many bytes of a background command went to those who follow it."""
+    process = server.sandboxes[sb.id].processes[shell.id]
+    await _until(lambda: process.followed >= size)
 
 
 async def _until(condition: Any) -> None:

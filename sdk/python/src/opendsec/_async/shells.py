@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import builtins
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from secrets import token_hex
 from typing import Literal, TypeVar
 
@@ -111,7 +111,7 @@ class Follow:
                     if not await self._sit_out():
                         self.ending = TIMED_OUT
                         return
-                    broke = err
+                    broke = broke or err
                     source = self._attach(broke)
                     continue
                 if not _wire.unreachable(err):
@@ -331,10 +331,17 @@ class BackgroundShell:
 
         Raises:
             NotFoundError: the command has ended.
-            WrongStateError: its standard input is closed, or the sandbox is paused; when it was paused
-                in the middle it is not known how much arrived.
+            WrongStateError: its standard input is closed, or the sandbox is paused (``state``).
+            ConnectionError: the connection broke, or the sandbox was paused in the middle; it is not
+                known how much arrived.
         """
-        await _send(self._agent, self.id, _input(data))
+        for content in _pieces(_input(data)):
+            piece: Oneof[Literal["stdin"], bytes] = Oneof("stdin", content)
+            request = process_pb.SendInputRequest(
+                process=_selector(self.id), input=process_pb.ProcessInput(input=piece)
+            )
+            # It waits as long as the command does not read.
+            await self._agent.call(self._agent.process.send_input, request, once=True, timeout_ms=0)
 
     async def close_stdin(self) -> None:
         """End its standard input. May be repeated."""
@@ -385,8 +392,8 @@ class Shells:
             InvalidArgumentError: ``cwd`` or ``user`` does not exist.
             WrongStateError: the sandbox is paused (``state``); ``resume`` it first.
             SandboxEndedError: the sandbox ended, or had ended before.
-            ConnectionError: the connection broke and the command's end is unknown, or the sandbox
-                was paused before the command had all of its ``stdin``.
+            ConnectionError: the connection broke and the command's end is unknown, or it is unknown
+                how much of its ``stdin`` it got; a pause can be the cause of both.
         """
         result = await self._run(cmd, timeout, cwd, env, user, stdin, on_stdout, on_stderr)
         return _checked(cmd, timeout, result.text(), check)
@@ -497,27 +504,27 @@ class _Feed:
 
     async def _feed(self) -> None:
         try:
-            await self._shell.write(self._content)
-            await self._shell.close_stdin()
+            for piece in _pieces(self._content):
+                await self._awake(self._shell.write, piece)
+            await self._awake(self._shell.close_stdin)
         except (ConnectionError, SandboxEndedError) as err:
             # It is not known how much arrived; no result may come of that.
             self.error = err
-            await last_words(self._shell.kill)
-        except WrongStateError as err:
-            if err.state is SandboxState.PAUSED:
-                await self._cut(err)
+            await self._agent.running()  # it broke off because of a pause, maybe
+            await self._shell.kill()
         except DSecError:
             return  # it ended, or closed its input itself
 
-    async def _cut(self, err: WrongStateError) -> None:
-        """End a command that lost a part of its input to a pause."""
-        self.error = ConnectionError(
-            f"sandbox {self._agent.id} was paused before the command had all of its stdin; it is not known "
-            "how much arrived; write long input to a file"
-        )
-        self.error.__cause__ = err
-        await self._agent.running()
-        await self._shell.kill()
+    async def _awake(self, work: Callable[..., Awaitable[None]], *args: bytes) -> None:
+        """Do a piece of work, again when it was refused because of a pause."""
+        while True:
+            try:
+                await work(*args)
+                return
+            except WrongStateError as err:
+                if err.state is not SandboxState.PAUSED:
+                    raise
+            await self._agent.running()
 
     async def finish(self) -> None:
         await self._side.finish()
@@ -543,14 +550,8 @@ def _input(data: str | bytes) -> bytes:
     return bytes(data)
 
 
-async def _send(agent: Agent, tag: str, content: bytes) -> None:
-    for at in range(0, len(content), _INPUT):
-        piece: Oneof[Literal["stdin"], bytes] = Oneof("stdin", content[at : at + _INPUT])
-        request = process_pb.SendInputRequest(
-            process=_selector(tag), input=process_pb.ProcessInput(input=piece)
-        )
-        # It waits as long as the command does not read.
-        await agent.call(agent.process.send_input, request, once=True, timeout_ms=0)
+def _pieces(content: bytes) -> list[bytes]:
+    return [content[at : at + _INPUT] for at in range(0, len(content), _INPUT)]
 
 
 def _request(

@@ -25,8 +25,7 @@ from .._gen.filesystem.filesystem_connect import FilesystemClientSync
 from .._gen.opendsec.v1 import sandbox_pb
 from .._gen.opendsec.v1.sandbox_connect import SandboxServiceClientSync
 from .._gen.process.process_connect import ProcessClientSync
-from .._values import Domain, SandboxState
-from ..errors import ConnectionError, DSecError, SandboxEndedError, UnauthenticatedError, WrongStateError
+from ..errors import ConnectionError, DSecError, SandboxEndedError, UnauthenticatedError
 from ._concurrent import next_within, reraise_cancelled, sleep
 from .connection import Connection, Unary
 
@@ -85,7 +84,7 @@ class Agent:
             raise self._why(err) from err
 
     def running(self, until: float | None = None) -> bool:
-        """Wait until the sandbox, which was found paused, runs again.
+        """Wait until the sandbox, which may be paused, runs.
 
         Args:
             until: when to give up, by ``time.monotonic``; None for never.
@@ -115,7 +114,7 @@ class Agent:
         return self._why(self.conn.error(err))
 
     def _why(self, err: DSecError) -> DSecError:
-        """Return err, or that the sandbox has ended or is paused if that is why it does not answer."""
+        """Return err, or that the sandbox has ended if that is why it does not answer."""
         if isinstance(err, UnauthenticatedError) and err.request_id is None:
             # The token was good, or the call had not got to the agent; it is the user it does not know.
             return invalid("user", err.message)
@@ -131,10 +130,6 @@ class Agent:
         record = answer.sandbox or sandbox_pb.Sandbox()
         if record.end is not None:
             return self._ended(record.end)
-        if record.state == sandbox_pb.State.PAUSED:
-            paused = WrongStateError(f"sandbox {self.id} is paused; resume it first", domain=Domain.USER)
-            paused.state = SandboxState.PAUSED
-            return paused
         return err
 
     def _ended(self, record: sandbox_pb.End) -> SandboxEndedError:
