@@ -187,7 +187,7 @@ func unanswered(f *fault.Error) *fault.Error {
 	}
 	return &fault.Error{
 		Kind: fault.Unavailable, RequestID: f.RequestID, Err: f.Err,
-		Message: "the sandbox was paused before the call was answered, so it may have had an effect: " + f.Message,
+		Message: "the sandbox was paused before the call was answered, so it may have had an effect; resume it and look",
 	}
 }
 
