@@ -170,7 +170,7 @@ func (s *Store) publish(st *staging, a Artifact) (Artifact, error) {
 // writeArtifact writes an image's description into its directory, both safe
 // against a power cut.
 func writeArtifact(image string, a Artifact) error {
-	b, err := json.MarshalIndent(a, "", "  ")
+	b, err := json.Marshal(a) // without blanks: a backend's data stays what it is
 	if err != nil {
 		return fmt.Errorf("write the image's description: %w", err)
 	}

@@ -18,7 +18,7 @@ import (
 
 // openStore opens a store that is closed at the end of the test, when nothing
 // may be left: no staging, no mount, no loop device.
-func openStore(t *testing.T, dir string) *Store {
+func openStore(t testing.TB, dir string) *Store {
 	t.Helper()
 	s, err := Open(slog.New(slog.DiscardHandler), dir)
 	if err != nil {
@@ -28,7 +28,7 @@ func openStore(t *testing.T, dir string) *Store {
 	return s
 }
 
-func closeStore(t *testing.T, s *Store) {
+func closeStore(t testing.TB, s *Store) {
 	t.Helper()
 	if err := s.Close(true); err != nil && !errors.Is(err, os.ErrClosed) {
 		t.Errorf("Close = %v", err)
@@ -40,7 +40,7 @@ func closeStore(t *testing.T, s *Store) {
 	noLoops(t, s.dir)
 }
 
-func noStaging(t *testing.T, s *Store) {
+func noStaging(t testing.TB, s *Store) {
 	t.Helper()
 	left, err := os.ReadDir(filepath.Join(s.dir, stagingName))
 	if err != nil || len(left) > 0 {
@@ -49,7 +49,7 @@ func noStaging(t *testing.T, s *Store) {
 }
 
 // noLoops fails when a loop device has a file below dir.
-func noLoops(t *testing.T, dir string) {
+func noLoops(t testing.TB, dir string) {
 	t.Helper()
 	files, err := filepath.Glob("/sys/block/loop*/loop/backing_file")
 	if err != nil {
@@ -63,12 +63,12 @@ func noLoops(t *testing.T, dir string) {
 }
 
 // simpleImage is an image of one file.
-func simpleImage(t *testing.T, content string) v1.Image {
+func simpleImage(t testing.TB, content string) v1.Image {
 	return imagetest.Image(t, [][]byte{imagetest.Tar(t, imagetest.File("f", content))})
 }
 
 // writeLayout writes images as an OCI layout and returns its directory.
-func writeLayout(t *testing.T, images ...v1.Image) string {
+func writeLayout(t testing.TB, images ...v1.Image) string {
 	t.Helper()
 	dir := t.TempDir()
 	l, err := layout.FromPath(dir)
@@ -87,7 +87,7 @@ func writeLayout(t *testing.T, images ...v1.Image) string {
 }
 
 // importSimple imports an image of one file.
-func importSimple(t *testing.T, s *Store, content string) Artifact {
+func importSimple(t testing.TB, s *Store, content string) Artifact {
 	t.Helper()
 	a, err := s.Import(t.Context(), ImportOptions{Source: "oci:" + writeLayout(t, simpleImage(t, content))}, nil)
 	if err != nil {

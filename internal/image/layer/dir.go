@@ -20,7 +20,6 @@ const maxLinks = 40
 // dir is an open directory of the tree.
 type dir struct {
 	fd   int
-	ino  uint64
 	name string // the path it was asked by
 	path string // its path below the root, without links; "" for the root
 }
@@ -61,10 +60,10 @@ func (a *Applier) dirOf(fd int, name string) (*dir, error) {
 	if err := unix.Fstat(fd, &st); err != nil {
 		return nil, err
 	}
-	if _, known := a.times[st.Ino]; !known {
-		a.times[st.Ino] = dirTime{path: p, mtime: st.Mtim}
+	if _, known := a.times[p]; !known {
+		a.times[p] = st.Mtim
 	}
-	return &dir{fd: fd, ino: st.Ino, name: name, path: p}, nil
+	return &dir{fd: fd, name: name, path: p}, nil
 }
 
 // forget closes the directory used last.
@@ -78,10 +77,13 @@ func (a *Applier) forget() {
 
 // open opens a path with the tree as its root. Links on the way, and the last
 // one, are resolved inside it.
-func (a *Applier) open(name string, flags int) (int, error) {
+func (a *Applier) open(name string, flags int) (int, error) { return a.openHow(name, flags, 0) }
+
+// openHow is open with more that the kernel is to refuse on the way.
+func (a *Applier) openHow(name string, flags int, refuse uint64) (int, error) {
 	how := unix.OpenHow{
 		Flags:   uint64(flags | unix.O_CLOEXEC),
-		Resolve: unix.RESOLVE_IN_ROOT | unix.RESOLVE_NO_MAGICLINKS | unix.RESOLVE_NO_XDEV,
+		Resolve: unix.RESOLVE_IN_ROOT | unix.RESOLVE_NO_MAGICLINKS | unix.RESOLVE_NO_XDEV | refuse,
 	}
 	for try := 0; ; try++ {
 		fd, err := unix.Openat2(a.root, name, &how)
@@ -148,14 +150,10 @@ func (a *Applier) makeDir(up int, base string, links int) (int, error) {
 	if err != nil {
 		return -1, err
 	}
-	var st unix.Stat_t
-	if err := unix.Fstat(fd, &st); err != nil {
-		return -1, errors.Join(err, unix.Close(fd))
-	}
 	// The archive says nothing about it: a fixed time, so that equal layers
 	// give equal trees. The process' umask must not show either.
-	a.times[st.Ino] = dirTime{path: in.path + "/" + base}
-	a.made[place{in.ino, base}] = struct{}{}
+	a.times[in.path+"/"+base] = unix.Timespec{}
+	a.made[place{in.path, base}] = struct{}{}
 	if err := unix.Fchmod(fd, 0o755); err != nil {
 		return -1, errors.Join(err, unix.Close(fd))
 	}
@@ -166,16 +164,17 @@ func (a *Applier) makeDir(up int, base string, links int) (int, error) {
 // the archive, or the one from before.
 func (a *Applier) setTimes() error {
 	a.forget()
-	for ino, t := range a.times {
-		if err := a.setTime(ino, t); err != nil {
-			return fmt.Errorf("set the time of %q: %w", t.path, err)
+	for name, mtime := range a.times {
+		if err := a.setTime(name, mtime); err != nil {
+			return fmt.Errorf("set the time of %q: %w", name, err)
 		}
 	}
 	return nil
 }
 
-func (a *Applier) setTime(ino uint64, t dirTime) error {
-	fd, err := a.open("/"+t.path, unix.O_RDONLY|unix.O_DIRECTORY|unix.O_NOFOLLOW)
+func (a *Applier) setTime(name string, mtime unix.Timespec) error {
+	// The path had no links: one on the way took the place of a directory.
+	fd, err := a.openHow("/"+name, unix.O_RDONLY|unix.O_DIRECTORY, unix.RESOLVE_NO_SYMLINKS)
 	switch {
 	case errors.Is(err, unix.ENOENT), errors.Is(err, unix.ENOTDIR), errors.Is(err, unix.ELOOP):
 		return nil // removed later in the layer
@@ -183,11 +182,7 @@ func (a *Applier) setTime(ino uint64, t dirTime) error {
 		return err
 	}
 	defer unix.Close(fd)
-	var st unix.Stat_t
-	if err := unix.Fstat(fd, &st); err != nil || st.Ino != ino {
-		return err
-	}
-	return unix.UtimesNanoAt(fd, ".", []unix.Timespec{t.mtime, t.mtime}, 0)
+	return unix.UtimesNanoAt(fd, ".", []unix.Timespec{mtime, mtime}, 0)
 }
 
 // kernelPath returns the path of an open directory.

@@ -52,22 +52,16 @@ type Applier struct {
 	unasked int64 // bytes since room was asked
 
 	// Of the layer that is being applied:
-	made  map[place]struct{} // what it put into the tree
-	times map[uint64]dirTime // by inode: directories whose time is set at its end
-	last  *dir               // the directory used last
-	stale bool               // something was removed, perhaps on the way to last
+	made  map[place]struct{}       // what it put into the tree
+	times map[string]unix.Timespec // by path: directories whose time is set at its end
+	last  *dir                     // the directory used last
+	stale bool                     // something was removed, perhaps on the way to last
 }
 
-// place is a name in a directory.
-type place struct {
-	dir  uint64 // inode
-	base string
-}
-
-type dirTime struct {
-	path  string
-	mtime unix.Timespec
-}
+// place is a name in a directory. Directories are known by their paths without
+// links, as the inode numbers of an overlay may change under our hands. No
+// directory is ever moved.
+type place struct{ dir, base string }
 
 // New returns an Applier for an existing directory. room, if not nil, is
 // called now and then and stops the work with its error when the disk is too
@@ -106,7 +100,7 @@ func (a *Applier) Close() error {
 // fault.InvalidArgument for the field "source"; a full disk is a
 // fault.Capacity. After an error the tree is of no use.
 func (a *Applier) Apply(ctx context.Context, r io.Reader) error {
-	a.made, a.times = map[place]struct{}{}, map[uint64]dirTime{}
+	a.made, a.times = map[place]struct{}{}, map[string]unix.Timespec{}
 	defer func() {
 		a.forget()
 		a.made, a.times = nil, nil
@@ -173,7 +167,7 @@ func (a *Applier) entry(ctx context.Context, hdr *tar.Header, content io.Reader)
 	if err := a.put(ctx, d, base, hdr, content); err != nil {
 		return err
 	}
-	a.made[place{d.ino, base}] = struct{}{}
+	a.made[place{d.path, base}] = struct{}{}
 	return nil
 }
 

@@ -150,11 +150,7 @@ func (a *Applier) setRoot(hdr *tar.Header) error {
 // setDir sets what the archive says of a directory; its time is set at the end
 // of the layer, as entries in it change it.
 func (a *Applier) setDir(fd int, name string, hdr *tar.Header, kept bool) error {
-	var st unix.Stat_t
-	if err := unix.Fstat(fd, &st); err != nil {
-		return err
-	}
-	a.times[st.Ino] = dirTime{path: name, mtime: mtimeOf(hdr.ModTime)}
+	a.times[name] = mtimeOf(hdr.ModTime)
 	if kept {
 		if err := dropXattrs(fd); err != nil {
 			return err
@@ -205,7 +201,7 @@ func (a *Applier) putLink(d *dir, base string, hdr *tar.Header) error {
 	if st.Mode&unix.S_IFMT == unix.S_IFDIR {
 		return badArchive("it is a hard link to the directory %q", hdr.Linkname)
 	}
-	if unix.Fstatat(d.fd, base, &there, unix.AT_SYMLINK_NOFOLLOW) == nil && there.Ino == st.Ino {
+	if unix.Fstatat(d.fd, base, &there, unix.AT_SYMLINK_NOFOLLOW) == nil && there.Dev == st.Dev && there.Ino == st.Ino {
 		return nil // the same file already
 	}
 	return a.replacing(d, base, func() error { return unix.Linkat(up, name, d.fd, base, 0) })
@@ -221,7 +217,13 @@ func (a *Applier) putDevice(d *dir, base string, hdr *tar.Header) error {
 		}
 		dev = int(unix.Mkdev(uint32(hdr.Devmajor), uint32(hdr.Devminor)))
 	}
-	return a.putNode(d, base, hdr, func() error { return unix.Mknodat(d.fd, base, kind|0o600, dev) })
+	return a.putNode(d, base, hdr, func() error {
+		err := unix.Mknodat(d.fd, base, kind|0o600, dev)
+		if err == unix.EPERM && hdr.Typeflag == tar.TypeChar && dev == 0 {
+			return badArchive("it is character device 0:0, which an overlay takes for something removed")
+		}
+		return err
+	})
 }
 
 // putNode makes what cannot be opened to set its attributes.

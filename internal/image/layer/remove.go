@@ -26,7 +26,7 @@ func (a *Applier) hideAll(d *dir) error {
 // made, in whatever order the archive has them. It reports whether nothing is
 // left.
 func (a *Applier) hide(d *dir, base string) (gone bool, err error) {
-	_, keep := a.made[place{d.ino, base}]
+	_, keep := a.made[place{d.path, base}]
 	sub, err := unix.Openat(d.fd, base, unix.O_RDONLY|unix.O_DIRECTORY|unix.O_NOFOLLOW|unix.O_CLOEXEC, 0)
 	switch {
 	case errors.Is(err, unix.ENOENT):
@@ -44,10 +44,10 @@ func (a *Applier) hide(d *dir, base string) (gone bool, err error) {
 	if err := unix.Fstat(sub, &st); err != nil {
 		return false, err
 	}
-	if _, known := a.times[st.Ino]; !known {
-		a.times[st.Ino] = dirTime{path: d.path + "/" + base, mtime: st.Mtim}
+	in := &dir{fd: sub, path: d.path + "/" + base}
+	if _, known := a.times[in.path]; !known {
+		a.times[in.path] = st.Mtim
 	}
-	in := &dir{fd: sub, ino: st.Ino, path: d.path + "/" + base}
 	names, err := list(sub)
 	if err != nil {
 		return false, err
