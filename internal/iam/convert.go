@@ -44,14 +44,6 @@ func projectToProto(p store.Project) *opendsecv1.Project {
 	return out
 }
 
-func projectsToProto(all []store.Project) []*opendsecv1.Project {
-	out := make([]*opendsecv1.Project, len(all))
-	for i, p := range all {
-		out[i] = projectToProto(p)
-	}
-	return out
-}
-
 func quotaFromProto(q *opendsecv1.Quota) (store.Quota, error) {
 	if q == nil {
 		return store.Quota{}, nil

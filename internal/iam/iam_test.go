@@ -249,26 +249,6 @@ func TestAuthenticate(t *testing.T) {
 	wantKind(t, "the token of a deleted caller", err, fault.Unauthenticated)
 }
 
-func TestQuotas(t *testing.T) {
-	w := newWorld(t, iam.Config{})
-	sandboxes := int64(3)
-	must(t)(call(t, w.as(t, w.secrets.Admin).SetQuota, &opendsecv1.SetQuotaRequest{
-		Path: "root", Quota: &opendsecv1.Quota{Sandboxes: &sandboxes},
-	}))
-	res, err := call(t, w.auth(t).GetQuotas, &iamv1.GetQuotasRequest{Project: "root/demo"})
-	if err != nil {
-		t.Fatal(err)
-	}
-	want := []*opendsecv1.Project{{Path: "root/demo"}, {Path: "root", Quota: &opendsecv1.Quota{Sandboxes: &sandboxes}}}
-	if d := cmp.Diff(want, res.GetProjects(), protocmp.Transform(), protocmp.IgnoreFields(&opendsecv1.Project{}, "created_at")); d != "" {
-		t.Error(d)
-	}
-	_, err = call(t, w.auth(t).GetQuotas, &iamv1.GetQuotasRequest{Project: "root/nobody"})
-	wantKind(t, "a project that is not there", err, fault.NotFound)
-	_, err = call(t, w.auth(t).GetQuotas, &iamv1.GetQuotasRequest{Project: "../x"})
-	wantKind(t, "a project that cannot be", err, fault.InvalidArgument)
-}
-
 // Who may do what: each call by callers of each kind, in an order in which all
 // that is allowed also works.
 func TestRights(t *testing.T) {

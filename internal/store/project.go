@@ -65,12 +65,8 @@ func getProject(ctx context.Context, q querier, path sandbox.Project) (Project, 
 	return p, nil
 }
 
-// ProjectLineage returns a project and all above it, itself first; NotFound
-// when it does not exist.
-func (db *DB) ProjectLineage(ctx context.Context, path sandbox.Project) ([]Project, error) {
-	return lineage(ctx, db.read, path)
-}
-
+// lineage returns a project and all above it, itself first; NotFound when it
+// does not exist.
 func lineage(ctx context.Context, q querier, path sandbox.Project) ([]Project, error) {
 	paths := path.Lineage()
 	if len(paths) == 0 {

@@ -108,17 +108,21 @@ func testProjects(t *testing.T, db *store.DB) {
 		diff(t, "the new quota", p.Quota, quota)
 		return err
 	})
-	all, err := db.ProjectLineage(ctx, "root/demo/a")
+	// A place sees the project and those above it, with their quotas.
+	_, err := db.CreateSandbox(ctx, Sandbox("root/demo/a"), store.Idempotency{},
+		func(_ *sandbox.Sandbox, _ []store.NodeUsage, projects []store.ProjectUsage) (string, error) {
+			var paths []sandbox.Project
+			for _, p := range projects {
+				paths = append(paths, p.Project.Path)
+			}
+			diff(t, "lineage", paths, []sandbox.Project{"root/demo/a", "root/demo", "root"})
+			diff(t, "quota in the lineage", projects[1].Project.Quota, quota)
+			return "", store.ErrLeaveOut
+		})
 	if err != nil {
 		t.Fatal(err)
 	}
-	var paths []sandbox.Project
-	for _, p := range all {
-		paths = append(paths, p.Path)
-	}
-	diff(t, "lineage", paths, []sandbox.Project{"root/demo/a", "root/demo", "root"})
-	diff(t, "quota in the lineage", all[1].Quota, quota)
-	_, err = db.ProjectLineage(ctx, "root/demo/b")
+	_, err = db.CreateSandbox(ctx, Sandbox("root/demo/b"), store.Idempotency{}, On("n1"))
 	wantKind(t, err, fault.NotFound, "project")
 
 	remove := func(p sandbox.Project) error {

@@ -136,99 +136,6 @@ func (x *AuthenticateResponse) GetExpiresAt() *timestamppb.Timestamp {
 	return nil
 }
 
-// GetQuotasRequest names a project.
-type GetQuotasRequest struct {
-	state protoimpl.MessageState `protogen:"open.v1"`
-	// Its path.
-	Project       string `protobuf:"bytes,1,opt,name=project,proto3" json:"project,omitempty"`
-	unknownFields protoimpl.UnknownFields
-	sizeCache     protoimpl.SizeCache
-}
-
-func (x *GetQuotasRequest) Reset() {
-	*x = GetQuotasRequest{}
-	mi := &file_iam_v1_iam_proto_msgTypes[2]
-	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
-	ms.StoreMessageInfo(mi)
-}
-
-func (x *GetQuotasRequest) String() string {
-	return protoimpl.X.MessageStringOf(x)
-}
-
-func (*GetQuotasRequest) ProtoMessage() {}
-
-func (x *GetQuotasRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_iam_v1_iam_proto_msgTypes[2]
-	if x != nil {
-		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
-		if ms.LoadMessageInfo() == nil {
-			ms.StoreMessageInfo(mi)
-		}
-		return ms
-	}
-	return mi.MessageOf(x)
-}
-
-// Deprecated: Use GetQuotasRequest.ProtoReflect.Descriptor instead.
-func (*GetQuotasRequest) Descriptor() ([]byte, []int) {
-	return file_iam_v1_iam_proto_rawDescGZIP(), []int{2}
-}
-
-func (x *GetQuotasRequest) GetProject() string {
-	if x != nil {
-		return x.Project
-	}
-	return ""
-}
-
-// GetQuotasResponse holds the quotas that bind a project.
-type GetQuotasResponse struct {
-	state protoimpl.MessageState `protogen:"open.v1"`
-	// The project itself and each above it, all of which exist; not_found
-	// otherwise.
-	Projects      []*v1.Project `protobuf:"bytes,1,rep,name=projects,proto3" json:"projects,omitempty"`
-	unknownFields protoimpl.UnknownFields
-	sizeCache     protoimpl.SizeCache
-}
-
-func (x *GetQuotasResponse) Reset() {
-	*x = GetQuotasResponse{}
-	mi := &file_iam_v1_iam_proto_msgTypes[3]
-	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
-	ms.StoreMessageInfo(mi)
-}
-
-func (x *GetQuotasResponse) String() string {
-	return protoimpl.X.MessageStringOf(x)
-}
-
-func (*GetQuotasResponse) ProtoMessage() {}
-
-func (x *GetQuotasResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_iam_v1_iam_proto_msgTypes[3]
-	if x != nil {
-		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
-		if ms.LoadMessageInfo() == nil {
-			ms.StoreMessageInfo(mi)
-		}
-		return ms
-	}
-	return mi.MessageOf(x)
-}
-
-// Deprecated: Use GetQuotasResponse.ProtoReflect.Descriptor instead.
-func (*GetQuotasResponse) Descriptor() ([]byte, []int) {
-	return file_iam_v1_iam_proto_rawDescGZIP(), []int{3}
-}
-
-func (x *GetQuotasResponse) GetProjects() []*v1.Project {
-	if x != nil {
-		return x.Projects
-	}
-	return nil
-}
-
 var File_iam_v1_iam_proto protoreflect.FileDescriptor
 
 const file_iam_v1_iam_proto_rawDesc = "" +
@@ -240,14 +147,9 @@ const file_iam_v1_iam_proto_rawDesc = "" +
 	"\x06caller\x18\x01 \x01(\v2\x13.opendsec.v1.CallerR\x06caller\x12\x19\n" +
 	"\btoken_id\x18\x02 \x01(\tR\atokenId\x129\n" +
 	"\n" +
-	"expires_at\x18\x03 \x01(\v2\x1a.google.protobuf.TimestampR\texpiresAt\",\n" +
-	"\x10GetQuotasRequest\x12\x18\n" +
-	"\aproject\x18\x01 \x01(\tR\aproject\"E\n" +
-	"\x11GetQuotasResponse\x120\n" +
-	"\bprojects\x18\x01 \x03(\v2\x14.opendsec.v1.ProjectR\bprojects2\x93\x01\n" +
+	"expires_at\x18\x03 \x01(\v2\x1a.google.protobuf.TimestampR\texpiresAt2Q\n" +
 	"\x04Auth\x12I\n" +
-	"\fAuthenticate\x12\x1b.iam.v1.AuthenticateRequest\x1a\x1c.iam.v1.AuthenticateResponse\x12@\n" +
-	"\tGetQuotas\x12\x18.iam.v1.GetQuotasRequest\x1a\x19.iam.v1.GetQuotasResponseB3Z1github.com/kernflux/opendsec/api/gen/iam/v1;iamv1b\x06proto3"
+	"\fAuthenticate\x12\x1b.iam.v1.AuthenticateRequest\x1a\x1c.iam.v1.AuthenticateResponseB3Z1github.com/kernflux/opendsec/api/gen/iam/v1;iamv1b\x06proto3"
 
 var (
 	file_iam_v1_iam_proto_rawDescOnce sync.Once
@@ -261,29 +163,23 @@ func file_iam_v1_iam_proto_rawDescGZIP() []byte {
 	return file_iam_v1_iam_proto_rawDescData
 }
 
-var file_iam_v1_iam_proto_msgTypes = make([]protoimpl.MessageInfo, 4)
+var file_iam_v1_iam_proto_msgTypes = make([]protoimpl.MessageInfo, 2)
 var file_iam_v1_iam_proto_goTypes = []any{
 	(*AuthenticateRequest)(nil),   // 0: iam.v1.AuthenticateRequest
 	(*AuthenticateResponse)(nil),  // 1: iam.v1.AuthenticateResponse
-	(*GetQuotasRequest)(nil),      // 2: iam.v1.GetQuotasRequest
-	(*GetQuotasResponse)(nil),     // 3: iam.v1.GetQuotasResponse
-	(*v1.Caller)(nil),             // 4: opendsec.v1.Caller
-	(*timestamppb.Timestamp)(nil), // 5: google.protobuf.Timestamp
-	(*v1.Project)(nil),            // 6: opendsec.v1.Project
+	(*v1.Caller)(nil),             // 2: opendsec.v1.Caller
+	(*timestamppb.Timestamp)(nil), // 3: google.protobuf.Timestamp
 }
 var file_iam_v1_iam_proto_depIdxs = []int32{
-	4, // 0: iam.v1.AuthenticateResponse.caller:type_name -> opendsec.v1.Caller
-	5, // 1: iam.v1.AuthenticateResponse.expires_at:type_name -> google.protobuf.Timestamp
-	6, // 2: iam.v1.GetQuotasResponse.projects:type_name -> opendsec.v1.Project
-	0, // 3: iam.v1.Auth.Authenticate:input_type -> iam.v1.AuthenticateRequest
-	2, // 4: iam.v1.Auth.GetQuotas:input_type -> iam.v1.GetQuotasRequest
-	1, // 5: iam.v1.Auth.Authenticate:output_type -> iam.v1.AuthenticateResponse
-	3, // 6: iam.v1.Auth.GetQuotas:output_type -> iam.v1.GetQuotasResponse
-	5, // [5:7] is the sub-list for method output_type
-	3, // [3:5] is the sub-list for method input_type
-	3, // [3:3] is the sub-list for extension type_name
-	3, // [3:3] is the sub-list for extension extendee
-	0, // [0:3] is the sub-list for field type_name
+	2, // 0: iam.v1.AuthenticateResponse.caller:type_name -> opendsec.v1.Caller
+	3, // 1: iam.v1.AuthenticateResponse.expires_at:type_name -> google.protobuf.Timestamp
+	0, // 2: iam.v1.Auth.Authenticate:input_type -> iam.v1.AuthenticateRequest
+	1, // 3: iam.v1.Auth.Authenticate:output_type -> iam.v1.AuthenticateResponse
+	3, // [3:4] is the sub-list for method output_type
+	2, // [2:3] is the sub-list for method input_type
+	2, // [2:2] is the sub-list for extension type_name
+	2, // [2:2] is the sub-list for extension extendee
+	0, // [0:2] is the sub-list for field type_name
 }
 
 func init() { file_iam_v1_iam_proto_init() }
@@ -297,7 +193,7 @@ func file_iam_v1_iam_proto_init() {
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_iam_v1_iam_proto_rawDesc), len(file_iam_v1_iam_proto_rawDesc)),
 			NumEnums:      0,
-			NumMessages:   4,
+			NumMessages:   2,
 			NumExtensions: 0,
 			NumServices:   1,
 		},

@@ -38,8 +38,6 @@ const (
 const (
 	// AuthAuthenticateProcedure is the fully-qualified name of the Auth's Authenticate RPC.
 	AuthAuthenticateProcedure = "/iam.v1.Auth/Authenticate"
-	// AuthGetQuotasProcedure is the fully-qualified name of the Auth's GetQuotas RPC.
-	AuthGetQuotasProcedure = "/iam.v1.Auth/GetQuotas"
 )
 
 // AuthClient is a client for the iam.v1.Auth service.
@@ -47,8 +45,6 @@ type AuthClient interface {
 	// Authenticate turns a token into its caller; unauthenticated when it is
 	// unknown, ended or malformed.
 	Authenticate(context.Context, *connect.Request[v1.AuthenticateRequest]) (*connect.Response[v1.AuthenticateResponse], error)
-	// GetQuotas returns the quotas on a project and on all above it.
-	GetQuotas(context.Context, *connect.Request[v1.GetQuotasRequest]) (*connect.Response[v1.GetQuotasResponse], error)
 }
 
 // NewAuthClient constructs a client for the iam.v1.Auth service. By default, it uses the Connect
@@ -68,19 +64,12 @@ func NewAuthClient(httpClient connect.HTTPClient, baseURL string, opts ...connec
 			connect.WithSchema(authMethods.ByName("Authenticate")),
 			connect.WithClientOptions(opts...),
 		),
-		getQuotas: connect.NewClient[v1.GetQuotasRequest, v1.GetQuotasResponse](
-			httpClient,
-			baseURL+AuthGetQuotasProcedure,
-			connect.WithSchema(authMethods.ByName("GetQuotas")),
-			connect.WithClientOptions(opts...),
-		),
 	}
 }
 
 // authClient implements AuthClient.
 type authClient struct {
 	authenticate *connect.Client[v1.AuthenticateRequest, v1.AuthenticateResponse]
-	getQuotas    *connect.Client[v1.GetQuotasRequest, v1.GetQuotasResponse]
 }
 
 // Authenticate calls iam.v1.Auth.Authenticate.
@@ -88,18 +77,11 @@ func (c *authClient) Authenticate(ctx context.Context, req *connect.Request[v1.A
 	return c.authenticate.CallUnary(ctx, req)
 }
 
-// GetQuotas calls iam.v1.Auth.GetQuotas.
-func (c *authClient) GetQuotas(ctx context.Context, req *connect.Request[v1.GetQuotasRequest]) (*connect.Response[v1.GetQuotasResponse], error) {
-	return c.getQuotas.CallUnary(ctx, req)
-}
-
 // AuthHandler is an implementation of the iam.v1.Auth service.
 type AuthHandler interface {
 	// Authenticate turns a token into its caller; unauthenticated when it is
 	// unknown, ended or malformed.
 	Authenticate(context.Context, *connect.Request[v1.AuthenticateRequest]) (*connect.Response[v1.AuthenticateResponse], error)
-	// GetQuotas returns the quotas on a project and on all above it.
-	GetQuotas(context.Context, *connect.Request[v1.GetQuotasRequest]) (*connect.Response[v1.GetQuotasResponse], error)
 }
 
 // NewAuthHandler builds an HTTP handler from the service implementation. It returns the path on
@@ -115,18 +97,10 @@ func NewAuthHandler(svc AuthHandler, opts ...connect.HandlerOption) (string, htt
 		connect.WithSchema(authMethods.ByName("Authenticate")),
 		connect.WithHandlerOptions(opts...),
 	)
-	authGetQuotasHandler := connect.NewUnaryHandler(
-		AuthGetQuotasProcedure,
-		svc.GetQuotas,
-		connect.WithSchema(authMethods.ByName("GetQuotas")),
-		connect.WithHandlerOptions(opts...),
-	)
 	return "/iam.v1.Auth/", http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		switch r.URL.Path {
 		case AuthAuthenticateProcedure:
 			authAuthenticateHandler.ServeHTTP(w, r)
-		case AuthGetQuotasProcedure:
-			authGetQuotasHandler.ServeHTTP(w, r)
 		default:
 			http.NotFound(w, r)
 		}
@@ -138,8 +112,4 @@ type UnimplementedAuthHandler struct{}
 
 func (UnimplementedAuthHandler) Authenticate(context.Context, *connect.Request[v1.AuthenticateRequest]) (*connect.Response[v1.AuthenticateResponse], error) {
 	return nil, connect.NewError(connect.CodeUnimplemented, errors.New("iam.v1.Auth.Authenticate is not implemented"))
-}
-
-func (UnimplementedAuthHandler) GetQuotas(context.Context, *connect.Request[v1.GetQuotasRequest]) (*connect.Response[v1.GetQuotasResponse], error) {
-	return nil, connect.NewError(connect.CodeUnimplemented, errors.New("iam.v1.Auth.GetQuotas is not implemented"))
 }
