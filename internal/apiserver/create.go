@@ -304,6 +304,11 @@ func (s *Server) start(ctx context.Context, sb *sandbox.Sandbox) (*sandbox.Sandb
 			return nil, s.failed(ctx, sb, err)
 		}
 		moved, merr := s.move(ctx, sb, failed)
+		var wrong *sandbox.WrongStateError
+		if errors.As(merr, &wrong) && wrong.State == sandbox.Running {
+			// Its node made it, and said so before it broke off. It runs there.
+			return s.deps.DB.GetSandbox(ctx, sb.ID)
+		}
 		if merr != nil {
 			// Why the first node failed tells more than why there is no other.
 			return nil, s.failed(ctx, sb, err)

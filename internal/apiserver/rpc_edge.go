@@ -85,7 +85,7 @@ func wantedToProto(sb *sandbox.Sandbox) *edgev1.CreateSandboxRequest {
 func (e *edges) create(ctx context.Context, address string, sb *sandbox.Sandbox) (machine, error) {
 	res, err := e.at(address).CreateSandbox(ctx, connect.NewRequest(wantedToProto(sb)))
 	if err != nil {
-		return machine{}, fault.FromConnect(err)
+		return machine{}, brokenOff(ctx, err)
 	}
 	return machineFromProto(res.Msg.GetStatus()), nil
 }
@@ -98,7 +98,7 @@ func (e *edges) destroy(ctx context.Context, address string, id sandbox.ID, end 
 		Id: string(id), End: fault.EndToProto(end),
 	}))
 	if err != nil {
-		return nil, fault.FromConnect(err)
+		return nil, brokenOff(ctx, err)
 	}
 	status := res.Msg.GetStatus()
 	if state := fault.StateFromProto(status.GetState()); status != nil && state.Alive() {

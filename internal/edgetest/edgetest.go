@@ -282,17 +282,30 @@ func (s service) CreateSandbox(ctx context.Context, req *connect.Request[edgev1.
 			return nil, err
 		}
 	}
-	status := s.e.make(req.Msg)
+	s.e.make(req.Msg)
 	if hooks.Made != nil {
 		if err := hooks.Made(ctx, id); err != nil {
 			return nil, err
 		}
 	}
-	return connect.NewResponse(&edgev1.CreateSandboxResponse{Status: status}), nil
+	return connect.NewResponse(&edgev1.CreateSandboxResponse{Status: s.e.ran(id)}), nil
 }
 
-// make returns the sandbox of a request, which is made if it is not there.
-func (e *Edge) make(req *edgev1.CreateSandboxRequest) *edgev1.SandboxStatus {
+// ran says that a sandbox that was made runs, as an edge does with its answer.
+func (e *Edge) ran(id sandbox.ID) *edgev1.SandboxStatus {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	status := e.boxes[id]
+	if status.GetState() == opendsecv1.State_STATE_STARTING {
+		status = proto.CloneOf(status)
+		status.State, status.StartedAt = opendsecv1.State_STATE_RUNNING, timestamppb.Now()
+		e.putLocked(status)
+	}
+	return status
+}
+
+// make makes the sandbox of a request if it is not there.
+func (e *Edge) make(req *edgev1.CreateSandboxRequest) {
 	backend := req.GetSpec().GetBackend()
 	if backend == string(sandbox.Auto) {
 		backend = string(sandbox.GVisor)
@@ -304,10 +317,9 @@ func (e *Edge) make(req *edgev1.CreateSandboxRequest) *edgev1.SandboxStatus {
 		e.requests[id] = req
 		e.putLocked(&edgev1.SandboxStatus{
 			Id: req.GetId(), Project: req.GetProject(), Backend: backend,
-			State: opendsecv1.State_STATE_RUNNING, StartedAt: timestamppb.Now(),
+			State: opendsecv1.State_STATE_STARTING,
 		})
 	}
-	return e.boxes[id]
 }
 
 func (s service) DestroySandbox(ctx context.Context, req *connect.Request[edgev1.DestroySandboxRequest]) (*connect.Response[edgev1.DestroySandboxResponse], error) {

@@ -123,7 +123,8 @@ func (s service) child(ctx context.Context, req *edgev1.CreateSandboxRequest) (*
 			return nil, err
 		}
 	}
-	return s.e.make(req), nil
+	s.e.make(req)
+	return s.e.ran(sandbox.ID(req.GetId())), nil
 }
 
 // Forks returns the forks that were asked for, but for those that a hook refused.
