@@ -22,6 +22,7 @@ mmdebstrap mmdebstrap
 ip iproute2
 nft nftables
 mkfs.ext4 e2fsprogs
+mkfs.xfs xfsprogs
 busybox busybox-static
 skopeo skopeo
 umoci umoci

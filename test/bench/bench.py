@@ -121,10 +121,15 @@ def measure_jobs(
     return comparisons, rates
 
 
-def show(comparisons: list[Comparison], rates: list[tuple[str, float]], sizes: dict[str, int]) -> None:
+def show(
+    series: list[Series],
+    comparisons: list[Comparison],
+    rates: list[tuple[str, float]],
+    sizes: dict[str, int],
+) -> None:
     """Prints the tables."""
     print(f"{'':64} {'median':>9} {'min':>9} {'max':>9}  ms")
-    for row in rows(comparisons):
+    for row in (s.row() for s in series):
         print(f"{row['name']:64} {row['median_ms']:9.1f} {row['min_ms']:9.1f} {row['max_ms']:9.1f}")
     print()
     for c in comparisons:
@@ -137,15 +142,10 @@ def show(comparisons: list[Comparison], rates: list[tuple[str, float]], sizes: d
         print(f"{name + ': size of its snapshot':64} {size / 1e6:9.1f}  MB")
 
 
-def rows(comparisons: list[Comparison]) -> list[dict[str, object]]:
-    """One for each series, in order; one that is used twice is there once."""
-    series = {s.name: s for c in comparisons for s in (c.ours, c.raw)}
-    return [s.row() for s in series.values()]
-
-
 def main() -> None:
     opts = parse()
     comparisons: list[Comparison] = []
+    disk: list[Series] = []
     rates: list[tuple[str, float]] = []
     sizes: dict[str, int] = {}
     with tempfile.TemporaryDirectory(prefix="bench", dir="/var/tmp") as tmp, DSecClient() as client:
@@ -161,9 +161,11 @@ def main() -> None:
         if opts.part != "state":
             comparisons, rates = measure_jobs(client, opts, Path(tmp), tree)
         if opts.part != "jobs":
-            more, sizes = measure_state(client, raw_runsc, opts.rounds)
+            more, disk, sizes = measure_state(client, raw_runsc, opts.rounds)
             comparisons += more
-    show(comparisons, rates, sizes)
+    # By name: a series that is held against two things is there once.
+    series = list({s.name: s for c in comparisons for s in (c.ours, c.raw)}.values()) + disk
+    show(series, comparisons, rates, sizes)
     machine = {
         "processors": os.cpu_count(),
         "kernel": platform.release(),
@@ -171,7 +173,7 @@ def main() -> None:
     }
     figures = {
         "machine": machine,
-        "series": rows(comparisons),
+        "series": [s.row() for s in series],
         "ratios": [c.row() for c in comparisons],
         "rates_mb_per_s": {name: round(rate, 1) for name, rate in rates},
         "snapshot_bytes": sizes,

@@ -76,6 +76,8 @@ class StateBench:
         self.raw_restore = Series(f"{case.name}: {name} restore + exec true")
         self.raw_leave = Series(f"{case.name}: {name} checkpoint --leave-running")
         self.raw_fork = Series(f"{case.name}: the same + {COPIES} restores + exec true in each")
+        self.write = Series(f"{case.name}: a file of a snapshot's size, written")
+        self.sync = Series(f"{case.name}: the same file, written and synced")
 
     def comparisons(self) -> list[Comparison]:
         return [
@@ -103,6 +105,7 @@ class StateBench:
                     self._fork(sandbox, says)
                     self._raw_fork(raw)
                     self._snapshot(sandbox, says)
+                    self._write()
                     if i == 0:
                         self._forget()
                 if self._ask(sandbox) != says:
@@ -178,6 +181,24 @@ class StateBench:
         for copy in copies:
             self.tool.delete(copy)
 
+    def _write(self) -> None:
+        """What the disk alone takes; pauses and snapshots are synced, the raw tool's are not."""
+        block = os.urandom(1 << 20)
+        with self._image() as image:
+            image.path.mkdir()
+
+            def write() -> None:
+                for _ in range(-(-self.snapshot_bytes // len(block))):
+                    file.write(block)
+
+            with (image.path / "file").open("wb", buffering=0) as file:
+
+                def write_and_sync() -> None:
+                    self.write.time(write)
+                    os.fsync(file.fileno())
+
+                self.sync.time(write_and_sync)
+
     def _next(self, what: str) -> str:
         self._count += 1
         return f"{what}-{self._count}"
@@ -206,9 +227,10 @@ def answers(sandbox: Sandbox) -> ShellResult:
 
 def measure_state(
     client: DSecClient, make_tool: Callable[[Case], RawTool], rounds: int
-) -> tuple[list[Comparison], dict[str, int]]:
-    """All cases: their comparisons, and the sizes of their snapshots in bytes."""
+) -> tuple[list[Comparison], list[Series], dict[str, int]]:
+    """All cases: their comparisons, what the disk takes, and the sizes of their snapshots in bytes."""
     comparisons: list[Comparison] = []
+    disk: list[Series] = []
     sizes: dict[str, int] = {}
     for case in CASES:
         tool = make_tool(case)
@@ -218,5 +240,6 @@ def measure_state(
         finally:
             tool.close()
         comparisons += bench.comparisons()
+        disk += [bench.write, bench.sync]
         sizes[case.name] = bench.snapshot_bytes
-    return comparisons, sizes
+    return comparisons, disk, sizes
