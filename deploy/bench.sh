@@ -5,6 +5,7 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 export PATH="$PWD/bin:$PATH"
+export CGO_ENABLED=0 # a dynamically linked sentry dies in its chroot
 
 deploy/tools.sh
 mkdir -p build

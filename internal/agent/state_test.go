@@ -24,12 +24,6 @@ func (r *running) client(token string) *agentclient.Client {
 	return c
 }
 
-func (r *running) with(c *agentclient.Client) *running {
-	other := *r
-	other.Client = c
-	return &other
-}
-
 func TestWhatALifeIsGiven(t *testing.T) {
 	r := machineOf(t, debian+`
 mkdir -p $ROOT/var/lib/dbus; rm -f $ROOT/var/lib/dbus/machine-id $ROOT/etc/machine-id; rm -rf $ROOT/run/opendsec
