@@ -1,6 +1,8 @@
 package proc
 
 import (
+	"cmp"
+	"slices"
 	"sync"
 	"time"
 )
@@ -97,7 +99,7 @@ func (c *clock) wake() {
 	}
 }
 
-// due returns the alarms that are due, and plans for the others.
+// due returns the alarms that are due, in their order, and plans for the others.
 func (c *clock) due(now time.Time) []*alarm {
 	c.mu.Lock()
 	defer c.mu.Unlock()
@@ -110,6 +112,7 @@ func (c *clock) due(now time.Time) []*alarm {
 		}
 	}
 	c.planLocked()
+	slices.SortFunc(due, func(a, b *alarm) int { return cmp.Compare(a.due, b.due) })
 	return due
 }
 
