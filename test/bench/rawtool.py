@@ -31,6 +31,7 @@ class RawTool:
     ) -> None:
         self.binary, self.work = binary, work
         self.bundle, self.root = work / "bundle", work / "root"
+        self.containers: set[str] = set()
         self.rootfs = self.bundle / "rootfs"
         self.rootfs.mkdir(parents=True)
         (work / "upper").mkdir()
@@ -70,14 +71,18 @@ class RawTool:
 
     def delete(self, name: str) -> None:
         call(*self.base(), "delete", "--force", name)
+        self.containers.discard(name)
 
     def close(self) -> None:
+        for name in sorted(self.containers):  # those that a failure left
+            self.delete(name)
         # The file tree, and what the tool itself keeps mounted in its root.
         mounted = [line.split()[1] for line in Path("/proc/self/mounts").read_text().splitlines()]
         for where in reversed([m for m in mounted if m.startswith(f"{self.work}/")]):
             call("umount", where)
 
     def _detached(self, *args: str) -> None:
+        self.containers.add(args[-1])
         # The output of a detached container must not be our pipe: it stays open.
         log = self.work / f"{args[-1]}.log"
         with open(os.devnull, "rb") as null, log.open("wb") as out:
