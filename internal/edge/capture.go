@@ -35,13 +35,13 @@ func (e *Edge) fork(ctx context.Context, b *box, children []journal.Entry, memor
 	begin := time.Now()
 	var snap backend.Snapshot
 	// To the end, whatever becomes of the caller: what was written must go.
-	err := e.alone(context.WithoutCancel(ctx), b, func(ctx context.Context) error {
+	err := e.alone(context.WithoutCancel(ctx), b, func(ctx context.Context) (func(), error) {
 		dir, err := e.journal.MakeTemp(b.id)
 		if err != nil {
-			return outOfDisk(err)
+			return nil, outOfDisk(err)
 		}
 		snap, err = e.take(ctx, b, dir, memory)
-		return err
+		return nil, err
 	})
 	if err != nil {
 		return nil, fmt.Errorf("fork sandbox %s: %w", b.id, err)
@@ -170,9 +170,9 @@ func (e *Edge) keepMemory(ctx context.Context, b *box) (art image.Artifact, err 
 	}
 	defer func() { err = errors.Join(err, draft.Abort()) }()
 	var snap backend.Snapshot
-	err = e.alone(context.WithoutCancel(ctx), b, func(ctx context.Context) error {
+	err = e.alone(context.WithoutCancel(ctx), b, func(ctx context.Context) (func(), error) {
 		snap, err = e.take(ctx, b, draft.Dir(), true)
-		return err
+		return nil, err
 	})
 	if err != nil {
 		return art, err
@@ -188,9 +188,9 @@ func (e *Edge) keepMemory(ctx context.Context, b *box) (art image.Artifact, err 
 // packFiles makes an image of the box's image and what was changed since.
 func (e *Edge) packFiles(ctx context.Context, b *box) (art image.Artifact, err error) {
 	var layer *os.File
-	err = e.alone(context.WithoutCancel(ctx), b, func(ctx context.Context) error {
+	err = e.alone(context.WithoutCancel(ctx), b, func(ctx context.Context) (func(), error) {
 		layer, err = e.diff(ctx, b)
-		return err
+		return nil, err
 	})
 	if err != nil {
 		return art, err

@@ -48,32 +48,32 @@ var errUsed = errors.New("it was used just now")
 // pause stops all that runs in a sandbox and keeps it. One that fails leaves
 // the sandbox running. With idle it is done only if the box was not used since.
 func (e *Edge) pause(ctx context.Context, b *box, idle *usage) error {
-	return e.alone(ctx, b, func(ctx context.Context) error { return e.pauseNow(ctx, b, idle) })
+	return e.alone(ctx, b, func(ctx context.Context) (func(), error) { return e.pauseNow(ctx, b, idle) })
 }
 
-func (e *Edge) pauseNow(ctx context.Context, b *box, idle *usage) error {
+func (e *Edge) pauseNow(ctx context.Context, b *box, idle *usage) (after func(), err error) {
 	if err := e.need(b.spec().Backend, "pause a sandbox", canPause); err != nil {
-		return err
+		return nil, err
 	}
 	sp, err := b.beginPause(idle)
 	if err != nil || sp == nil {
-		return err
+		return nil, err
 	}
 	defer b.endPause()
 	begin := time.Now()
 	if b.spec().Backend.PausesToDisk() {
-		err = e.putAway(ctx, b, sp)
+		after, err = e.putAway(ctx, b, sp)
 	} else {
 		err = e.freeze(ctx, b, sp)
 	}
 	if err != nil {
-		return fmt.Errorf("pause sandbox %s: %w", b.id, err)
+		return nil, fmt.Errorf("pause sandbox %s: %w", b.id, err)
 	}
 	e.holding(b, true)
 	b.poke()
 	e.publish(b.status())
 	e.log.Info("paused", "sandbox", b.id, "idle", idle != nil, "took", time.Since(begin))
-	return nil
+	return after, nil
 }
 
 // beginPause returns the machine to pause, nil when the box is paused. Calls
@@ -117,10 +117,10 @@ func (e *Edge) freeze(ctx context.Context, b *box, sp *spell) error {
 
 // putAway writes a machine's state to the disk and ends it. All stands still
 // from the first step, so that nothing happens that is not in the state. The
-// pause is done when the journal says so.
-func (e *Edge) putAway(ctx context.Context, b *box, sp *spell) (err error) {
+// pause is done when the journal says so; the machine's removal comes after.
+func (e *Edge) putAway(ctx context.Context, b *box, sp *spell) (after func(), err error) {
 	if err := e.roomFor(ctx, sp.inst); err != nil {
-		return err
+		return nil, err
 	}
 	defer func() {
 		if err != nil {
@@ -128,21 +128,25 @@ func (e *Edge) putAway(ctx context.Context, b *box, sp *spell) (err error) {
 		}
 	}()
 	if err := sp.inst.(backend.Pauser).Pause(ctx); err != nil {
-		return err
+		return nil, err
 	}
 	snap, err := e.save(ctx, b, sp.inst)
 	if err != nil {
-		return err
+		return nil, err
 	}
 	if err := e.recordPaused(b, journal.Durable, &snap); err != nil {
-		return errors.Join(err, e.unkeep(b))
+		remove, uerr := e.unkeep(b)
+		remove()
+		return nil, errors.Join(err, uerr)
 	}
 	sp.end(pausedFault(b.id))
-	e.shed(ctx, b, sp)
-	if maker, ok := e.backends[snap.Backend].(backend.Restorer); ok {
-		maker.Prepare(e.config(b, &snap))
-	}
-	return nil
+	b.drop(sp)
+	return func() {
+		e.shed(ctx, b, sp)
+		if maker, ok := e.backends[snap.Backend].(backend.Restorer); ok {
+			maker.Prepare(e.config(b, &snap))
+		}
+	}, nil
 }
 
 // save writes a machine's state into the sandbox's directory for saved ones,
@@ -216,38 +220,37 @@ func (e *Edge) shed(ctx context.Context, b *box, sp *spell) {
 
 // resume lets a paused sandbox go on. One that fails leaves it paused.
 func (e *Edge) resume(ctx context.Context, b *box) error {
-	return e.alone(ctx, b, func(ctx context.Context) error { return e.resumeNow(ctx, b) })
+	return e.alone(ctx, b, func(ctx context.Context) (func(), error) { return e.resumeNow(ctx, b) })
 }
 
-func (e *Edge) resumeNow(ctx context.Context, b *box) error {
+func (e *Edge) resumeNow(ctx context.Context, b *box) (after func(), err error) {
 	b.mu.Lock()
 	end, phase, sp, missing := b.entry.End, b.entry.Phase, b.spell, b.noMachine()
 	b.mu.Unlock()
 	begin := time.Now()
-	var err error
 	switch {
 	case end != nil:
-		return endedFault(b.id, *end)
+		return nil, endedFault(b.id, *end)
 	case phase == journal.Running && sp != nil && sp.inst != nil:
 		// Also one that a failed pause left standing.
 		if p, ok := sp.inst.(backend.Pauser); ok {
 			err = p.Resume(ctx)
 		}
-		return err
+		return nil, err
 	case phase != journal.Paused:
-		return missing
+		return nil, missing
 	case sp != nil && sp.inst != nil:
 		err = e.thaw(ctx, b, sp)
 	default:
-		err = e.wake(ctx, b)
+		after, err = e.wake(ctx, b)
 	}
 	if err != nil {
-		return fmt.Errorf("resume sandbox %s: %w", b.id, err)
+		return nil, fmt.Errorf("resume sandbox %s: %w", b.id, err)
 	}
 	b.poke()
 	e.publish(b.status())
 	e.log.Info("resumed", "sandbox", b.id, "took", time.Since(begin))
-	return nil
+	return after, nil
 }
 
 // thaw resumes a machine that stayed.
@@ -265,30 +268,36 @@ func (e *Edge) thaw(ctx context.Context, b *box, sp *spell) error {
 	return err
 }
 
-// wake makes a machine of the box's saved state, which it removes when the
-// machine answers.
-func (e *Edge) wake(ctx context.Context, b *box) (err error) {
+// wake makes a machine of the box's saved state, which goes when the machine
+// answers.
+func (e *Edge) wake(ctx context.Context, b *box) (after func(), err error) {
 	if err := e.lowDisk(); err != nil {
-		return err
+		return nil, err
 	}
 	if err := e.claim(b); err != nil {
-		return err
+		return nil, err
 	}
+	b.setWaking(true)
+	defer b.setWaking(false)
+	if err := e.restore(ctx, b); err != nil {
+		if sp := b.current(); sp != nil {
+			e.shed(ctx, b, sp)
+		}
+		e.holding(b, true)
+		return nil, err
+	}
+	after, err = e.unkeep(b)
+	if err != nil {
+		e.log.Error("cannot remove a saved state yet; the next pause or start does", "sandbox", b.id, "error", err)
+	}
+	return after, nil
+}
+
+// restore makes the machine and says that it runs.
+func (e *Edge) restore(ctx context.Context, b *box) error {
 	b.mu.Lock()
-	b.waking = true
 	saved, token := *b.entry.Saved, b.entry.AgentToken
 	b.mu.Unlock()
-	defer func() {
-		if err != nil {
-			if sp := b.current(); sp != nil {
-				e.shed(ctx, b, sp)
-			}
-			e.holding(b, true)
-		}
-		b.mu.Lock()
-		defer b.mu.Unlock()
-		b.waking = false
-	}()
 	if err := e.canRestore(saved); err != nil {
 		return err
 	}
@@ -301,13 +310,13 @@ func (e *Edge) wake(ctx context.Context, b *box) (err error) {
 	if err := e.introduce(ctx, b); err != nil {
 		return err
 	}
-	if err := e.recordResumed(b); err != nil {
-		return err
-	}
-	if err := e.unkeep(b); err != nil {
-		e.log.Error("cannot remove a saved state yet; the next pause or start does", "sandbox", b.id, "error", err)
-	}
-	return nil
+	return e.recordResumed(b)
+}
+
+func (b *box) setWaking(waking bool) {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	b.waking = waking
 }
 
 // recordResumed makes a paused box a running one, unless the journal cannot be
@@ -330,22 +339,18 @@ func (e *Edge) recordResumed(b *box) error {
 	return outOfDisk(errors.Join(err, again))
 }
 
-// unkeep takes the saved state away at once and removes it behind the back of
-// the caller.
-func (e *Edge) unkeep(b *box) error {
+// unkeep takes the saved state away at once; the function that it returns, never
+// nil, removes it.
+func (e *Edge) unkeep(b *box) (remove func(), err error) {
 	temp, err := e.journal.Unkeep(b.id)
 	if err != nil {
-		return err
+		return func() {}, err
 	}
-	remove := func() {
+	return func() {
 		if err := os.RemoveAll(temp); err != nil {
 			e.log.Error("cannot remove a saved state yet; it goes with its sandbox", "sandbox", b.id, "error", err)
 		}
-	}
-	if !e.spawn(remove) {
-		remove()
-	}
-	return nil
+	}, nil
 }
 
 // roomFor refuses to write a machine's state when the disk could run full of it.

@@ -185,9 +185,11 @@ func (e *Edge) recallUndo(b *box) {
 	}
 	if saved == nil {
 		// A resume that an earlier run did not bring to its end.
-		if err := e.unkeep(b); err != nil {
+		remove, err := e.unkeep(b)
+		if err != nil {
 			e.log.Error("cannot remove what an earlier run left", "sandbox", b.id, "error", err)
 		}
+		remove()
 	}
 	sp.undo.add("end its machine", func(ctx context.Context) error { return e.endMachine(ctx, b) })
 }

@@ -126,11 +126,16 @@ func (e *Edge) watchMachine(ctx context.Context, b *box, inst backend.Instance) 
 	}
 }
 
-// alone does a state operation of the box, such as a pause: one at a time, and
-// to its end even when the caller goes away. It ends early with the box's life.
-func (e *Edge) alone(ctx context.Context, b *box, do func(context.Context) error) error {
+// operation is something that is done to a box's state. What it returns to be
+// done after it, nil for nothing, is done when its callers have their answer and
+// before the next operation.
+type operation func(ctx context.Context) (after func(), err error)
+
+// alone does an operation of the box, such as a pause: one at a time, and to its
+// end even when the caller goes away. It ends early with the box's life.
+func (e *Edge) alone(ctx context.Context, b *box, do operation) error {
 	done := make(chan error, 1)
-	if !e.spawn(func() { done <- b.exclusively(ctx, do) }) {
+	if !e.spawn(func() { b.exclusively(ctx, do, done) }) {
 		return errEdgeStops
 	}
 	select {
@@ -141,22 +146,27 @@ func (e *Edge) alone(ctx context.Context, b *box, do func(context.Context) error
 	}
 }
 
-func (b *box) exclusively(ctx context.Context, do func(context.Context) error) error {
+func (b *box) exclusively(ctx context.Context, do operation, done chan<- error) {
 	select {
 	case b.op <- struct{}{}:
 	case <-b.life.Done():
-		return b.why()
+		done <- b.why()
+		return
 	case <-ctx.Done():
-		return context.Cause(ctx)
+		done <- context.Cause(ctx)
+		return
 	}
 	defer func() { <-b.op }()
 	within, cancel := context.WithTimeout(b.life, opTimeout)
 	defer cancel()
-	err := do(within)
+	after, err := do(within)
 	if err != nil && b.life.Err() != nil {
-		return b.why()
+		err = b.why()
 	}
-	return err
+	done <- err
+	if after != nil {
+		after()
+	}
 }
 
 // settle waits until no state operation of the box is under way, for one that

@@ -66,9 +66,17 @@ func (n *node) forkID(id sandbox.ID, memory bool, count int, adapt func(*edgev1.
 	return ids, res.Msg.GetResults(), nil
 }
 
+// rest waits until what comes after a state operation's answer is done.
+func (n *node) rest(id sandbox.ID) {
+	b := n.find(id)
+	b.op <- struct{}{}
+	<-b.op
+}
+
 // tidy reports files that should not lie about in a sandbox's directory.
 func (n *node) tidy(t *testing.T, id sandbox.ID, saved bool) {
 	t.Helper()
+	n.rest(id)
 	if left, _ := filepath.Glob(filepath.Join(n.journal.Dir(id), "new-*", "*")); len(left) != 0 {
 		t.Errorf("left behind: %v", left)
 	}
@@ -502,6 +510,7 @@ func TestRestartAfterACut(t *testing.T) {
 	if _, err := n.pauseID(paused); err != nil {
 		t.Fatal(err)
 	}
+	n.rest(paused)
 	n.stop()
 	w.onDestroy = nil
 	if e := n.find(paused).entry; e.Handle == nil || e.Slot.Name != slot.Name || string(e.Handle.Data) != string(handle.Data) {

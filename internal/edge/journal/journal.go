@@ -127,13 +127,12 @@ func (j *Journal) MakeTemp(id sandbox.ID) (string, error) {
 }
 
 // Keep makes a directory of MakeTemp, whose files are on the disk, the SavedDir.
+// It is that for sure once a Durable entry is written: the file system keeps
+// the order of changes to one directory.
 func (j *Journal) Keep(id sandbox.ID, temp string) error {
 	err := os.RemoveAll(j.SavedDir(id)) // of a pause that nobody was told of
 	if err == nil {
 		err = os.Rename(temp, j.SavedDir(id))
-	}
-	if err == nil {
-		err = syncDir(j.Dir(id))
 	}
 	if err != nil {
 		return fmt.Errorf("keep the state of sandbox %s: %w", id, err)
