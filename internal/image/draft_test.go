@@ -176,7 +176,7 @@ func TestKindOfOldImages(t *testing.T) {
 		t.Fatal(err)
 	}
 	change(t, filepath.Join(dir, artifactName), func(b []byte) []byte {
-		return []byte(strings.Replace(string(b), `"kind": "oci",`, "", 1))
+		return []byte(strings.Replace(string(b), `"kind":"oci",`, "", 1))
 	})
 	if got, err := s.Get(a.Digest); err != nil || got.Kind != KindOCI {
 		t.Errorf("Get = %+v, %v", got, err)
