@@ -253,10 +253,18 @@ def test_resource_use(on: str) -> None:
             pid = json.loads((own / "journal.json").read_text())["handle"]["data"]["sentry"]["pid"]
             assert Path(f"/proc/{pid}").exists()
             await sb.pause()
-            assert not Path(f"/proc/{pid}").exists()
+
+            async def ended_machine() -> bool:
+                return not Path(f"/proc/{pid}").exists()
+
+            await until("the machine has ended", ended_machine)
             assert 100 << 20 < _size(own) < 256 << 20
             await sb.resume()
-            assert _size(own) < 16 << 20
+
+            async def given_back() -> bool:
+                return _size(own) < 16 << 20
+
+            await until("the saved state is gone", given_back)
 
             image = await snapshot(sb)
             stored = state() / "edge" / "images" / "sha256" / image.digest.removeprefix("sha256:")
