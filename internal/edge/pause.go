@@ -326,7 +326,7 @@ func (e *Edge) recordResumed(b *box) error {
 	var before journal.Entry
 	err := e.record(b, journal.Lazy, func(entry *journal.Entry) {
 		before = *entry
-		entry.PausedFor += max(now.Sub(entry.PausedAt), 0)
+		entry.PausedFor += max(now.Sub(entry.PausedAt), time.Microsecond) // by more than nothing: it orders a node's words
 		entry.Phase, entry.PausedAt, entry.Saved = journal.Running, time.Time{}, nil
 		b.use.last = now
 	})

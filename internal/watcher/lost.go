@@ -11,11 +11,15 @@ import (
 
 // failLost ends the records of sandboxes whose node has been silent for so
 // long that nobody should wait for it. If it comes back with them they are
-// orphans and go.
+// orphans and go. Paused ones whose state is on the node's disk run nowhere and
+// are lost only if the node comes back without them.
 func (w *Watcher) failLost(ctx context.Context, now time.Time, live []*sandbox.Sandbox) error {
 	var failed []error
 	still := map[finding]bool{}
 	for _, sb := range live {
+		if sb.State == sandbox.Paused && sb.Spec.Backend.PausesToDisk() {
+			continue
+		}
 		n := w.byName(sb.Node)
 		gone := false
 		if n == nil {

@@ -221,23 +221,32 @@ func TestPausedTimeIsNoLifetime(t *testing.T) {
 	b.want(id, sandbox.Stopped, sandbox.ReasonLifetime, sandbox.Policy)
 }
 
-// Paused ones that their node does not know, or whose node is gone, end like
-// those that run.
+// A paused one that its node does not know is lost like one that runs. One whose
+// node is silent is not, if its state is on the disk: it is there when the node
+// comes back.
 func TestPausedOnesAreLost(t *testing.T) {
 	b := newBench(t, "a", "b")
-	unknown := pausedRecord(b)
-	far := pausedRecord(b, func(sb *sandbox.Sandbox) {})
+	unknown, frozen := pausedRecord(b), pausedRecord(b, func(sb *sandbox.Sandbox) { sb.Spec.Backend = sandbox.Container })
+	far := pausedRecord(b)
 	b.says(far, b.clock.Now(), time.Minute)
+	b.says(frozen, b.clock.Now(), time.Minute)
 	b.pass(0)
 	b.pass(61 * time.Second)
 	b.want(unknown, sandbox.Failed, sandbox.ReasonLost, sandbox.Infra)
 	b.want(far, sandbox.Paused, "", "")
 	b.kill(b.edges[0])
 	b.pass(6*time.Minute, "b")
-	b.want(far, sandbox.Failed, sandbox.ReasonLost, sandbox.Infra)
-	if sb := b.get(far); !sb.PausedAt.IsZero() {
+	b.want(frozen, sandbox.Failed, sandbox.ReasonLost, sandbox.Infra)
+	if sb := b.get(frozen); !sb.PausedAt.IsZero() {
 		t.Errorf("it ended and is still paused: %+v", sb)
 	}
+	b.pass(24*time.Hour, "b")
+	b.want(far, sandbox.Paused, "", "")
+	b.edges[0].Serve(t)
+	b.heard()
+	b.pass(0)
+	b.pass(61 * time.Second)
+	b.want(far, sandbox.Paused, "", "")
 }
 
 // Copies that were recorded by an API that died before their node heard of them
