@@ -106,9 +106,10 @@ func overlay(lower string, st *staging) error {
 	defer dir.Close()
 	// By descriptors, as the paths of a store may have characters that mean
 	// something to overlayfs. The index keeps hard links of the image together
-	// when one of them is written to.
+	// when one of them is linked again. Volatile (Linux 5.10) has the end of the
+	// mount not wait until all of the store's file system is on the disk.
 	at := fmt.Sprintf("/proc/self/fd/%d", dir.Fd())
-	data := fmt.Sprintf("lowerdir=/proc/self/fd/%d,upperdir=%s/upper,workdir=%s/work,index=on", below.Fd(), at, at)
+	data := fmt.Sprintf("lowerdir=/proc/self/fd/%d,upperdir=%s/upper,workdir=%s/work,index=on,volatile", below.Fd(), at, at)
 	if err := unix.Mount("overlay", st.tree, "overlay", unix.MS_NODEV|unix.MS_NOSUID|unix.MS_NOEXEC, data); err != nil {
 		return fmt.Errorf("mount an overlay over %s: %w", lower, err)
 	}
