@@ -191,6 +191,36 @@ func TestPackRefuses(t *testing.T) {
 	}
 }
 
+// A program that was killed while it packed leaves a mount and what was written
+// through it; the next one removes both.
+func TestPackKilled(t *testing.T) {
+	l := newLife(t)
+	l.step("import base")
+	l.step("acquire base")
+	root, _, err := l.s.Acquire(t.Context(), l.digest["base"])
+	if err != nil {
+		t.Fatal(err)
+	}
+	st, err := l.s.stage()
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := overlay(root.Tree, st); err != nil {
+		t.Fatal(err)
+	}
+	if err := os.WriteFile(filepath.Join(st.tree, "f"), []byte("changed"), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	l.step("restart")
+	noStaging(t, l.s)
+	if mounts, err := mountsBelow(filepath.Join(l.s.dir, stagingName)); err != nil || len(mounts) > 0 {
+		t.Errorf("mounts left: %v, %v", mounts, err)
+	}
+	l.check([]string{"base"}, []string{"base"})
+	l.step("delete base")
+	l.check([]string{}, []string{})
+}
+
 // An error of the stream, such as that of a pipe whose writer failed, comes out
 // as it is.
 func TestPackBrokenStream(t *testing.T) {
