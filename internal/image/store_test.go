@@ -7,6 +7,7 @@ import (
 	"path/filepath"
 	"strings"
 	"testing"
+	"time"
 
 	v1 "github.com/google/go-containerregistry/pkg/v1"
 	"github.com/google/go-containerregistry/pkg/v1/layout"
@@ -48,8 +49,29 @@ func noStaging(t testing.TB, s *Store) {
 	}
 }
 
-// noLoops fails when a loop device has a file below dir.
+// noLoops fails when a loop device has a file below dir. Another program that
+// copied the mounts while they were there, as any that makes a mount namespace
+// does, keeps them for a moment, so a while is allowed for that.
 func noLoops(t testing.TB, dir string) {
+	t.Helper()
+	tick := time.NewTicker(10 * time.Millisecond)
+	defer tick.Stop()
+	late := time.After(time.Minute)
+	for {
+		left := loopsOf(t, dir)
+		if len(left) == 0 {
+			return
+		}
+		select {
+		case <-tick.C:
+		case <-late:
+			t.Errorf("loop devices are left: %q", left)
+			return
+		}
+	}
+}
+
+func loopsOf(t testing.TB, dir string) (left []string) {
 	t.Helper()
 	files, err := filepath.Glob("/sys/block/loop*/loop/backing_file")
 	if err != nil {
@@ -57,9 +79,10 @@ func noLoops(t testing.TB, dir string) {
 	}
 	for _, f := range files {
 		if b, err := os.ReadFile(f); err == nil && strings.HasPrefix(string(b), dir) {
-			t.Errorf("%s has %s", f, b)
+			left = append(left, f+": "+string(b))
 		}
 	}
+	return left
 }
 
 // simpleImage is an image of one file.

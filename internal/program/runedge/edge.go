@@ -80,19 +80,6 @@ func (c *Server) agent(ctx context.Context, log *slog.Logger, images *image.Stor
 	return agent, image.PruneAgents(dir, slices.Concat([]string{agent.ID}, ofImages, ofSandboxes)...)
 }
 
-// sweep removes the images that were deleted in an earlier run, once the edge
-// has found the sandboxes again that use some of them.
-func sweep(ctx context.Context, log *slog.Logger, images *image.Store, found <-chan struct{}) {
-	select {
-	case <-found:
-	case <-ctx.Done():
-		return
-	}
-	if err := images.Sweep(); err != nil {
-		log.Error("cannot remove a deleted image", "error", err)
-	}
-}
-
 // Run serves until the context ends. Sandboxes go on.
 func (c *Server) Run(ctx context.Context, log *slog.Logger) (err error) {
 	id, ln, err := program.Open(c.PKI, mtls.RoleEdge, c.Listen)
@@ -125,10 +112,6 @@ func (c *Server) Run(ctx context.Context, log *slog.Logger) (err error) {
 	e := edge.New(c.Config, edge.Deps{Backends: backends, Agent: agent, Images: images, Slots: slots, Log: log})
 	g, ctx := errgroup.WithContext(ctx)
 	g.Go(func() error { return e.Run(ctx) })
-	g.Go(func() error {
-		sweep(ctx, log, images, e.Ready())
-		return nil
-	})
 	g.Go(func() error {
 		return daemon.Serve(ctx, daemon.Server{Listener: ln, TLS: id.ServerConfig(), Handler: e.Handler(), Log: log})
 	})
