@@ -4,7 +4,6 @@
 package machine
 
 import (
-	"errors"
 	"fmt"
 	"os"
 	"os/exec"
@@ -13,6 +12,8 @@ import (
 	"strings"
 
 	"golang.org/x/sys/unix"
+
+	"github.com/kernflux/opendsec/internal/reflink"
 )
 
 // Finding is one thing that was looked at.
@@ -28,7 +29,7 @@ type Finding struct {
 func Look(stateDir string) []Finding {
 	return []Finding{
 		system(), root(), tool("runc", "runs the container backend", "runc"), tool("mkfs.erofs", "builds images", "erofs-utils"),
-		filesystems(), cgroups(), memory(), disk(stateDir), reflink(stateDir), kvm(),
+		filesystems(), cgroups(), memory(), disk(stateDir), clones(stateDir), kvm(),
 		optionalTool("mmdebstrap", "builds a base image where no registry answers", "mmdebstrap"),
 	}
 }
@@ -172,43 +173,16 @@ func disk(stateDir string) Finding {
 	return f
 }
 
-// HasReflink reports whether files below dir can be cloned, by cloning one.
-func HasReflink(dir string) (bool, error) {
-	src, err := os.CreateTemp(dir, ".reflink-*")
-	if err != nil {
-		return false, fmt.Errorf("try a clone in %s: %w", dir, err)
-	}
-	defer os.Remove(src.Name())
-	defer src.Close()
-	if _, err := src.Write(make([]byte, 4096)); err != nil {
-		return false, fmt.Errorf("try a clone in %s: %w", dir, err)
-	}
-	dst, err := os.CreateTemp(dir, ".reflink-*")
-	if err != nil {
-		return false, fmt.Errorf("try a clone in %s: %w", dir, err)
-	}
-	defer os.Remove(dst.Name())
-	defer dst.Close()
-	switch err := unix.IoctlFileClone(int(dst.Fd()), int(src.Fd())); {
-	case err == nil:
-		return true, nil
-	case errors.Is(err, unix.EOPNOTSUPP), errors.Is(err, unix.ENOTTY), errors.Is(err, unix.EINVAL), errors.Is(err, unix.EXDEV):
-		return false, nil
-	default:
-		return false, fmt.Errorf("try a clone in %s: %w", dir, err)
-	}
-}
-
-func reflink(stateDir string) Finding {
+func clones(stateDir string) Finding {
 	f := Finding{Name: "reflink"}
-	ok, err := HasReflink(existing(stateDir))
+	ok, err := reflink.Supported(existing(stateDir))
 	switch {
 	case err != nil:
 		f.Detail = err.Error()
 	case !ok:
-		f.Detail = fmt.Sprintf("the file system under %s has none: copies of state are real copies; put the state on XFS or btrfs, mounted at /data", stateDir)
+		f.Detail = fmt.Sprintf("the file system under %s has none: copies of container disks are real copies; put the state on XFS or btrfs, mounted at /data", stateDir)
 	default:
-		f.OK, f.Detail = true, "copies of state cost almost nothing"
+		f.OK, f.Detail = true, "copies of container disks cost almost nothing"
 	}
 	return f
 }

@@ -33,17 +33,3 @@ func TestLookNamesEachThingOnce(t *testing.T) {
 		}
 	}
 }
-
-func TestHasReflinkLeavesNothing(t *testing.T) {
-	dir := t.TempDir()
-	if _, err := HasReflink(dir); err != nil {
-		t.Fatal(err)
-	}
-	left, err := os.ReadDir(dir)
-	if err != nil || len(left) > 0 {
-		t.Errorf("left %v, %v", left, err)
-	}
-	if _, err := HasReflink(filepath.Join(dir, "missing")); err == nil {
-		t.Error("no error for a directory that does not exist")
-	}
-}
