@@ -38,7 +38,7 @@ func (e *Edge) measure() error {
 		return err
 	}
 	if !clones {
-		e.notes = append(e.notes, fmt.Sprintf("the file system of %s has no reflink, so copies of memory and disks are real copies; XFS or btrfs under it makes forks fast", e.cfg.StateDir))
+		e.notes = append(e.notes, fmt.Sprintf("the file system of %s has no reflink, so copies of container disks are real copies; XFS or btrfs under it makes their forks fast", e.cfg.StateDir))
 	}
 	return nil
 }
