@@ -12,9 +12,7 @@ import (
 	"errors"
 	"fmt"
 	"io"
-	"io/fs"
 	"os"
-	"path/filepath"
 
 	"golang.org/x/sys/unix"
 )
@@ -29,47 +27,22 @@ const (
 	Cloned
 )
 
-// String returns a word for a log.
-func (m Method) String() string {
-	if m == Cloned {
-		return "clone"
-	}
-	return "copy"
-}
-
-// Options say how a copy is made.
-type Options struct {
-	// Mode is the new file's, 0600 when zero.
-	Mode fs.FileMode
-	// Sync puts the copy and its name on the disk before Copy returns.
-	Sync bool
-}
-
-// Copy makes the file to, which must not exist, a copy of the file from. The
-// original must not be written to meanwhile. On an error nothing is left of the
-// copy; one that wraps unix.ENOSPC says that the disk is full.
-func Copy(ctx context.Context, to, from string, o Options) (Method, error) {
-	if o.Mode == 0 {
-		o.Mode = 0o600
-	}
+// Copy makes the file to, which must not exist, a copy of the file from; only
+// its owner may read it. It does not wait for the disk. The original must not be
+// written to meanwhile. On an error nothing is left of the copy; one that wraps
+// unix.ENOSPC says that the disk is full.
+func Copy(ctx context.Context, to, from string) (Method, error) {
 	src, err := os.Open(from)
 	if err != nil {
 		return Copied, fmt.Errorf("copy a file: %w", err)
 	}
 	defer src.Close()
-	dst, err := os.OpenFile(to, os.O_RDWR|os.O_CREATE|os.O_EXCL, o.Mode)
+	dst, err := os.OpenFile(to, os.O_RDWR|os.O_CREATE|os.O_EXCL, 0o600)
 	if err != nil {
 		return Copied, fmt.Errorf("copy %s: %w", from, err)
 	}
 	how, err := CopyFile(ctx, dst, src)
-	if err == nil && o.Sync {
-		err = dst.Sync()
-	}
-	err = errors.Join(err, dst.Close())
-	if err == nil && o.Sync {
-		err = syncDir(filepath.Dir(to))
-	}
-	if err != nil {
+	if err = errors.Join(err, dst.Close()); err != nil {
 		return how, errors.Join(fmt.Errorf("copy %s to %s: %w", from, to, err), os.Remove(to))
 	}
 	return how, nil
@@ -189,13 +162,4 @@ func copyChunk(to, from *os.File, at, n int64) (int, error) {
 		err = fmt.Errorf("the original became shorter than %d bytes while it was copied", at+n)
 	}
 	return int(done), err
-}
-
-func syncDir(path string) error {
-	d, err := os.Open(path)
-	if err != nil {
-		return err
-	}
-	defer d.Close()
-	return d.Sync()
 }

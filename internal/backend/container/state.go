@@ -193,7 +193,7 @@ func (i *instance) copyDisk(ctx context.Context, top *os.File, to string) error 
 	if err := quiesce(top); err != nil {
 		return err
 	}
-	how, err := reflink.Copy(ctx, to, i.diskPath(), reflink.Options{})
+	how, err := reflink.Copy(ctx, to, i.diskPath())
 	if err == nil && how == reflink.Copied {
 		i.backend.warned.Do(func() {
 			i.backend.log.Warn("snapshots of containers are whole copies of their disks; state on XFS or btrfs makes them cheap",
