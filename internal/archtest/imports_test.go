@@ -38,6 +38,7 @@ var placed = map[string]layer{
 	"internal/agentclient": capabilities,
 	"internal/ca":          capabilities,
 	"internal/cgroup":      capabilities,
+	"internal/durable":     capabilities,
 	"internal/edgetest":    capabilities, // an edge for tests, without the real one
 	"internal/iam/role":    capabilities,
 	"internal/iam/token":   capabilities,

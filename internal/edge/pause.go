@@ -4,16 +4,14 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"io/fs"
 	"os"
-	"path/filepath"
 	"slices"
 	"time"
 
-	"golang.org/x/sync/errgroup"
 	"golang.org/x/sys/unix"
 
 	"github.com/kernflux/opendsec/internal/backend"
+	"github.com/kernflux/opendsec/internal/durable"
 	"github.com/kernflux/opendsec/internal/edge/host"
 	"github.com/kernflux/opendsec/internal/edge/journal"
 	"github.com/kernflux/opendsec/internal/fault"
@@ -165,7 +163,7 @@ func (e *Edge) save(ctx context.Context, b *box, inst backend.Instance) (snap ba
 	if err != nil {
 		return snap, err
 	}
-	if err := syncTree(dir); err != nil {
+	if err := durable.Tree(dir); err != nil {
 		return snap, err
 	}
 	if err := e.journal.Keep(b.id, dir); err != nil {
@@ -381,31 +379,4 @@ func outOfDisk(err error) error {
 		return err
 	}
 	return fault.New(fault.Capacity, "the node's disk is full: %w", err)
-}
-
-// syncTree sees that the files of a directory, and it, are on the disk.
-func syncTree(dir string) error {
-	var g errgroup.Group
-	g.SetLimit(8)
-	err := filepath.WalkDir(dir, func(path string, d fs.DirEntry, err error) error {
-		if err != nil {
-			return err
-		}
-		if d.IsDir() || d.Type().IsRegular() {
-			g.Go(func() error { return syncPath(path) })
-		}
-		return nil
-	})
-	if err := errors.Join(err, g.Wait()); err != nil {
-		return fmt.Errorf("write the state to the disk: %w", err)
-	}
-	return nil
-}
-
-func syncPath(path string) error {
-	f, err := os.Open(path)
-	if err != nil {
-		return err
-	}
-	return errors.Join(f.Sync(), f.Close())
 }

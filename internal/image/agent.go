@@ -15,6 +15,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/kernflux/opendsec/internal/backend"
+	"github.com/kernflux/opendsec/internal/durable"
 )
 
 // PackAgent puts the agent's binary into dir in the two forms that backends
@@ -96,7 +97,7 @@ func packInto(ctx context.Context, agentBinary, tmp string) error {
 	if err := mkfs(ctx, file, tree); err != nil {
 		return err
 	}
-	return errors.Join(syncPath(binary), syncPath(file), syncPath(tree), syncPath(tmp))
+	return errors.Join(durable.Path(binary), durable.Path(file), durable.Path(tree), durable.Path(tmp))
 }
 
 func fileDigest(name string) (string, error) {

@@ -7,6 +7,7 @@ import (
 	"os"
 	"path/filepath"
 
+	"github.com/kernflux/opendsec/internal/durable"
 	"github.com/kernflux/opendsec/internal/fault"
 )
 
@@ -69,7 +70,7 @@ func (s *Store) mark(digest, dir string) error {
 	s.mu.Lock()
 	s.marked[digest] = true
 	s.mu.Unlock()
-	return syncPath(dir)
+	return durable.Path(dir)
 }
 
 // unmark takes a mark off. The image is held.
@@ -85,7 +86,7 @@ func (s *Store) unmark(digest, dir string) error {
 	delete(s.marked, digest)
 	delete(s.former, digest)
 	s.mu.Unlock()
-	return syncPath(dir)
+	return durable.Path(dir)
 }
 
 // remove removes an image that nobody uses and returns its base, which may
@@ -109,7 +110,7 @@ func (s *Store) remove(digest, dir string) (base string, err error) {
 	delete(s.marked, digest)
 	delete(s.former, digest)
 	s.mu.Unlock()
-	return base, errors.Join(syncPath(filepath.Dir(dir)), removeStaging(gone))
+	return base, errors.Join(durable.Path(filepath.Dir(dir)), removeStaging(gone))
 }
 
 // Sweep removes the images that were deleted in an earlier run and are not in

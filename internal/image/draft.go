@@ -11,8 +11,9 @@ import (
 	"os"
 	"path/filepath"
 
-	"golang.org/x/sync/errgroup"
 	"golang.org/x/sys/unix"
+
+	"github.com/kernflux/opendsec/internal/durable"
 )
 
 // A Draft is a memory image in the making. What a killed program left of one
@@ -58,9 +59,12 @@ func (d *Draft) CommitMemory(m Memory, cfg Config, source string) (Artifact, err
 	if err != nil {
 		return Artifact{}, err
 	}
-	size, err := syncTree(d.Dir())
-	if err != nil {
+	if err := durable.Tree(d.Dir()); err != nil {
 		return Artifact{}, diskFault("write the snapshot to the disk", err)
+	}
+	size, err := sizeOnDisk(d.Dir())
+	if err != nil {
+		return Artifact{}, fmt.Errorf("measure the snapshot: %w", err)
 	}
 	if err := s.room(0); err != nil {
 		return Artifact{}, err
@@ -106,7 +110,7 @@ func (s *Store) publishMemory(image string, a Artifact) error {
 		s.setBase(a.Digest, "")
 		return diskFault("publish the image", err)
 	}
-	if err := syncPath(filepath.Dir(dir)); err != nil {
+	if err := durable.Path(filepath.Dir(dir)); err != nil {
 		s.setBase(a.Digest, "")
 		return errors.Join(diskFault("publish the image", err), os.Rename(dir, image))
 	}
@@ -138,37 +142,19 @@ func newDigest(a Artifact) (string, error) {
 	return "sha256:" + hex.EncodeToString(sum[:]), nil
 }
 
-// syncs is how many files are synced at once: the file system writes the
-// journal once for all that wait.
-const syncs = 8
-
-// syncTree makes a directory with all below it safe against a power cut and
-// returns how many bytes of the disk the files have.
-func syncTree(dir string) (size int64, err error) {
-	var g errgroup.Group
-	g.SetLimit(syncs)
-	var names []string
+// sizeOnDisk returns how many bytes of the disk the files below a directory
+// have. Those that are not synced may have no blocks yet.
+func sizeOnDisk(dir string) (size int64, err error) {
 	err = filepath.WalkDir(dir, func(name string, e fs.DirEntry, err error) error {
-		if err != nil {
+		if err != nil || e.IsDir() {
 			return err
 		}
-		names = append(names, name)
-		if e.IsDir() || e.Type().IsRegular() {
-			g.Go(func() error { return syncPath(name) })
-		}
-		return nil
-	})
-	if err := errors.Join(err, g.Wait()); err != nil {
-		return 0, err
-	}
-	for _, name := range names { // only now are there blocks for all that was written
 		var st unix.Stat_t
 		if err := unix.Lstat(name, &st); err != nil {
-			return 0, fmt.Errorf("look at %s: %w", name, err)
+			return fmt.Errorf("look at %s: %w", name, err)
 		}
-		if st.Mode&unix.S_IFMT != unix.S_IFDIR {
-			size += st.Blocks * 512
-		}
-	}
-	return size, nil
+		size += st.Blocks * 512
+		return nil
+	})
+	return size, err
 }

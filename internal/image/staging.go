@@ -16,6 +16,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
+	"github.com/kernflux/opendsec/internal/durable"
 	"github.com/kernflux/opendsec/internal/fault"
 )
 
@@ -135,7 +136,7 @@ func (s *Store) build(ctx context.Context, st *staging, treeBytes int64) error {
 	if err := mkfs(ctx, file, st.tree); err != nil {
 		return err
 	}
-	if err := errors.Join(os.Chmod(file, 0o400), syncPath(file)); err != nil {
+	if err := errors.Join(os.Chmod(file, 0o400), durable.Path(file)); err != nil {
 		return diskFault("write the EROFS file", err)
 	}
 	return nil
@@ -164,7 +165,7 @@ func (s *Store) publish(st *staging, a Artifact) (Artifact, error) {
 	if err := os.Rename(image, dir); err != nil {
 		return Artifact{}, diskFault("publish the image", err)
 	}
-	return a, syncPath(filepath.Dir(dir))
+	return a, durable.Path(filepath.Dir(dir))
 }
 
 // writeArtifact writes an image's description into its directory, both safe
@@ -178,19 +179,10 @@ func writeArtifact(image string, a Artifact) error {
 	if err := os.WriteFile(name, append(b, '\n'), 0o600); err != nil {
 		return diskFault("write the image's description", err)
 	}
-	if err := errors.Join(syncPath(name), syncPath(image)); err != nil {
+	if err := errors.Join(durable.Path(name), durable.Path(image)); err != nil {
 		return diskFault("write the image's description", err)
 	}
 	return nil
-}
-
-// syncPath makes a file or a directory's entries safe against a power cut.
-func syncPath(name string) error {
-	f, err := os.Open(name)
-	if err != nil {
-		return err
-	}
-	return errors.Join(f.Sync(), f.Close())
 }
 
 // copyFile writes what r has into a new file.

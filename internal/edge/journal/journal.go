@@ -16,6 +16,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/kernflux/opendsec/internal/backend"
+	"github.com/kernflux/opendsec/internal/durable"
 	"github.com/kernflux/opendsec/internal/sandbox"
 )
 
@@ -201,18 +202,9 @@ func (j *Journal) write(e *Entry, sync Sync) error {
 		err = os.Rename(temp, filepath.Join(dir, fileName))
 	}
 	if err == nil && sync == Durable {
-		err = syncDir(dir)
+		err = durable.Path(dir)
 	}
 	return err
-}
-
-func syncDir(dir string) error {
-	d, err := os.Open(dir)
-	if err != nil {
-		return err
-	}
-	defer d.Close()
-	return d.Sync()
 }
 
 // Remove drops a sandbox's entry with all that lies beside it. One that is not
