@@ -116,7 +116,7 @@ func (e *Edge) take(ctx context.Context, b *box, dir string, memory bool) (snap 
 	if err != nil {
 		return snap, err
 	}
-	if err := e.roomFor(ctx, inst); err != nil {
+	if err := e.roomFor(ctx, inst, memory); err != nil {
 		return snap, err
 	}
 	snap, err = inst.(backend.Snapshotter).Snapshot(ctx, backend.SnapshotOptions{Dir: dir, Memory: memory})
@@ -208,11 +208,7 @@ func (e *Edge) diff(ctx context.Context, b *box) (*os.File, error) {
 	if err != nil {
 		return nil, err
 	}
-	used, err := inst.Usage(ctx)
-	if err != nil {
-		return nil, err
-	}
-	if err := e.roomOnDisk(used.DiskBytes); err != nil {
+	if err := e.roomFor(ctx, inst, false); err != nil {
 		return nil, err
 	}
 	f, err := unnamed(e.journal.Dir(b.id))

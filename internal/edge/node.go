@@ -1,8 +1,10 @@
 package edge
 
 import (
+	"context"
 	"fmt"
 
+	"github.com/kernflux/opendsec/internal/backend"
 	"github.com/kernflux/opendsec/internal/edge/host"
 	"github.com/kernflux/opendsec/internal/fault"
 	"github.com/kernflux/opendsec/internal/reflink"
@@ -46,16 +48,36 @@ func (e *Edge) measure() error {
 func (e *Edge) cores() int { return host.Cores() }
 
 // lowDisk returns why nothing can be written any more, nil while there is space.
-func (e *Edge) lowDisk() error {
+func (e *Edge) lowDisk() error { return e.roomOnDisk(0) }
+
+// roomFor refuses to write a machine's state, its files and maybe its memory,
+// when the disk could run full of it.
+func (e *Edge) roomFor(ctx context.Context, inst backend.Instance, memory bool) error {
+	used, err := inst.Usage(ctx)
+	if err != nil {
+		return err
+	}
+	want := used.DiskBytes
+	if memory {
+		want += used.MemoryBytes
+	}
+	return e.roomOnDisk(want)
+}
+
+func (e *Edge) roomOnDisk(bytes int64) error {
 	space, err := host.Disk(e.cfg.StateDir)
 	if err != nil {
 		return err
 	}
-	if space.FreeMB >= e.reserve {
+	want, wanted := bytes>>20, ""
+	if space.FreeMB-want >= e.reserve {
 		return nil
 	}
-	return fault.New(fault.Capacity, "node %s is low on disk: %d MiB are free on the file system of %s and %d must stay so; delete images or stop sandboxes",
-		e.cfg.Name, space.FreeMB, e.cfg.StateDir, e.reserve)
+	if want > 0 {
+		wanted = fmt.Sprintf("the state may take %d MiB, ", want)
+	}
+	return fault.New(fault.Capacity, "node %s is low on disk: %s%d MiB are free on the file system of %s and %d must stay so; delete images or stop sandboxes",
+		e.cfg.Name, wanted, space.FreeMB, e.cfg.StateDir, e.reserve)
 }
 
 // health returns what an admin should know, and why the node takes no

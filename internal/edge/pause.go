@@ -12,7 +12,6 @@ import (
 
 	"github.com/kernflux/opendsec/internal/backend"
 	"github.com/kernflux/opendsec/internal/durable"
-	"github.com/kernflux/opendsec/internal/edge/host"
 	"github.com/kernflux/opendsec/internal/edge/journal"
 	"github.com/kernflux/opendsec/internal/fault"
 	"github.com/kernflux/opendsec/internal/sandbox"
@@ -117,7 +116,7 @@ func (e *Edge) freeze(ctx context.Context, b *box, sp *spell) error {
 // from the first step, so that nothing happens that is not in the state. The
 // pause is done when the journal says so; the machine's removal comes after.
 func (e *Edge) putAway(ctx context.Context, b *box, sp *spell) (after func(), err error) {
-	if err := e.roomFor(ctx, sp.inst); err != nil {
+	if err := e.roomFor(ctx, sp.inst, true); err != nil {
 		return nil, err
 	}
 	defer func() {
@@ -349,28 +348,6 @@ func (e *Edge) unkeep(b *box) (remove func(), err error) {
 			e.log.Error("cannot remove a saved state yet; it goes with its sandbox", "sandbox", b.id, "error", err)
 		}
 	}, nil
-}
-
-// roomFor refuses to write a machine's state when the disk could run full of it.
-func (e *Edge) roomFor(ctx context.Context, inst backend.Instance) error {
-	used, err := inst.Usage(ctx)
-	if err != nil {
-		return err
-	}
-	return e.roomOnDisk(used.MemoryBytes + used.DiskBytes)
-}
-
-func (e *Edge) roomOnDisk(bytes int64) error {
-	space, err := host.Disk(e.cfg.StateDir)
-	if err != nil {
-		return err
-	}
-	want := bytes >> 20
-	if space.FreeMB-want >= e.reserve {
-		return nil
-	}
-	return fault.New(fault.Capacity, "node %s is low on disk: the state may take %d MiB, %d MiB are free on the file system of %s and %d must stay so; delete images or stop sandboxes",
-		e.cfg.Name, want, space.FreeMB, e.cfg.StateDir, e.reserve)
 }
 
 // outOfDisk gives a full disk its kind.
