@@ -191,6 +191,28 @@ func TestPackRefuses(t *testing.T) {
 	}
 }
 
+// The longest name that Linux has makes mkfs.erofs 1.5 fail. That is said of the
+// file, where it fails.
+func TestPackLongestName(t *testing.T) {
+	s := openStore(t, t.TempDir())
+	base := imported(t, s, packBase(t))
+	for n, works := range map[int]bool{unix.NAME_MAX - 1: true, unix.NAME_MAX: false} {
+		name := "etc/" + strings.Repeat("n", n)
+		layer := imagetest.Tar(t, imagetest.File(name, "x"))
+		a, err := s.Pack(t.Context(), PackOptions{Base: base.Digest, Layer: bytes.NewReader(layer)})
+		if err == nil {
+			if _, ok := treeOf(t, s, a.Digest)[name]; !ok {
+				t.Errorf("the file whose name has %d bytes is not there", n)
+			}
+			continue
+		}
+		if works || !fault.Is(err, fault.InvalidArgument) || !strings.Contains(err.Error(), name) {
+			t.Errorf("a name of %d bytes: %v", n, err)
+		}
+		noStaging(t, s)
+	}
+}
+
 // A program that was killed while it packed leaves a mount and what was written
 // through it; the next one removes both.
 func TestPackKilled(t *testing.T) {

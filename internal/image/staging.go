@@ -7,6 +7,7 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"io/fs"
 	"os"
 	"os/exec"
 	"path/filepath"
@@ -115,7 +116,30 @@ func mkfs(ctx context.Context, file, tree string) error {
 	case strings.Contains(out.String(), "No space left"):
 		return fault.New(fault.Capacity, "make the EROFS file: the disk is full: %w", err)
 	}
+	if file := longestName(tree); file != "" {
+		return fault.Invalid("source", "the name of %q has %d bytes, which mkfs.erofs of this node cannot write; up to %d always work: give it a shorter one",
+			file, unix.NAME_MAX, unix.NAME_MAX-1)
+	}
 	return fmt.Errorf("make the EROFS file: %w: %s", err, lastLine(out.String()))
+}
+
+// longestName returns a file of a tree whose name is as long as Linux has them,
+// "" for none. mkfs.erofs 1.5, which Debian 12 has, cuts such a name and then
+// does not find the file.
+func longestName(tree string) string {
+	long := ""
+	// An error ends the search; that of mkfs is told then.
+	_ = filepath.WalkDir(tree, func(path string, d fs.DirEntry, err error) error {
+		if err != nil {
+			return err
+		}
+		if len(d.Name()) == unix.NAME_MAX && path != tree {
+			long = strings.TrimPrefix(path, tree+"/")
+			return filepath.SkipAll
+		}
+		return nil
+	})
+	return long
 }
 
 func lastLine(s string) string {
