@@ -123,16 +123,6 @@ func (f *Freezer) Thaw() error {
 	return nil
 }
 
-// Frozen reports whether all processes of the group stand still.
-func (f *Freezer) Frozen() (bool, error) {
-	if f.v2 {
-		n, err := readField(f.path, "cgroup.events", "frozen")
-		return n == 1, err
-	}
-	state, err := f.state()
-	return state == "FROZEN", err
-}
-
 // Kill kills the group's processes, whether they stand still or not. It does
 // not wait for their end. None that stood still runs again before it dies.
 func (f *Freezer) Kill() error {

@@ -126,7 +126,7 @@ func TestFreezer(t *testing.T) {
 			if after, err := os.Stat(file); err != nil || after.Size() != before.Size() {
 				t.Errorf("a stopped process wrote, %v", err)
 			}
-			if frozen, err := f.Frozen(); !frozen || err != nil {
+			if frozen, err := f.frozen(); !frozen || err != nil {
 				t.Errorf("frozen: %v, %v", frozen, err)
 			}
 			for range 2 {
@@ -134,7 +134,7 @@ func TestFreezer(t *testing.T) {
 					t.Fatal(err)
 				}
 			}
-			if frozen, err := f.Frozen(); frozen || err != nil {
+			if frozen, err := f.frozen(); frozen || err != nil {
 				t.Errorf("after it went on, frozen: %v, %v", frozen, err)
 			}
 		}
@@ -176,14 +176,24 @@ func TestFreezeThawPairs(t *testing.T) {
 	}
 }
 
+// frozen reports whether all processes of the group stand still.
+func (f *Freezer) frozen() (bool, error) {
+	if f.v2 {
+		n, err := readField(f.path, "cgroup.events", "frozen")
+		return n == 1, err
+	}
+	state, err := f.state()
+	return state == "FROZEN", err
+}
+
 // standsStill waits until the group stands still, which it did a moment ago. On
 // v2 it does not while a process that was killed before dies.
 func standsStill(t *testing.T, f *Freezer) {
 	t.Helper()
 	deadline := time.Now().Add(20 * time.Second)
-	frozen, err := f.Frozen()
+	frozen, err := f.frozen()
 	for f.v2 && !frozen && err == nil && time.Now().Before(deadline) {
-		frozen, err = f.Frozen()
+		frozen, err = f.frozen()
 	}
 	if !frozen || err != nil {
 		t.Fatalf("frozen: %v, %v", frozen, err)
