@@ -352,8 +352,9 @@ func (e *Edge) unkeep(b *box) (remove func(), err error) {
 
 // outOfDisk gives a full disk its kind.
 func outOfDisk(err error) error {
-	if err == nil || errors.As(err, new(*fault.Error)) || !errors.Is(err, unix.ENOSPC) {
+	full := errors.Is(err, unix.ENOSPC) || errors.Is(err, unix.EDQUOT)
+	if !full || errors.As(err, new(*fault.Error)) {
 		return err
 	}
-	return fault.New(fault.Capacity, "the node's disk is full: %w", err)
+	return fault.New(fault.Capacity, "the node's disk is full; delete images or stop sandboxes: %w", err)
 }
