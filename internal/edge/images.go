@@ -25,6 +25,9 @@ type ImageUser interface {
 	Acquire(ctx context.Context, digest string) (backend.Rootfs, image.Artifact, error)
 	Release(digest string)
 	Get(digest string) (image.Artifact, error)
+	// File returns the path of the file that backends read an image from,
+	// whether it is there or not.
+	File(digest string) (string, error)
 	List() ([]image.Artifact, error)
 	// Begin makes a place for an image of a sandbox's state.
 	Begin() (*image.Draft, error)
@@ -63,8 +66,8 @@ func (s service) BootstrapImage(ctx context.Context, req *connect.Request[edgev1
 	})
 }
 
-func (s service) DeleteImage(ctx context.Context, req *connect.Request[edgev1.DeleteImageRequest]) (*connect.Response[edgev1.DeleteImageResponse], error) {
-	if err := s.e.deleteImage(ctx, req.Msg.GetDigest()); err != nil {
+func (s service) DeleteImage(_ context.Context, req *connect.Request[edgev1.DeleteImageRequest]) (*connect.Response[edgev1.DeleteImageResponse], error) {
+	if err := s.e.deleteImage(req.Msg.GetDigest()); err != nil {
 		return nil, err
 	}
 	return connect.NewResponse(&edgev1.DeleteImageResponse{}), nil
@@ -74,23 +77,20 @@ func (s service) DeleteImage(ctx context.Context, req *connect.Request[edgev1.De
 // file on the disk.
 type holder interface{ Forget(erofs string) }
 
-// deleteImage removes an image, and what backends hold ready of it.
-func (e *Edge) deleteImage(ctx context.Context, digest string) error {
-	rootfs, _, err := e.deps.Images.Acquire(ctx, digest)
-	if fault.Is(err, fault.NotFound) {
-		return nil
-	}
+// deleteImage removes an image, in whatever condition it is, and what backends
+// hold ready of it.
+func (e *Edge) deleteImage(digest string) error {
+	file, err := e.deps.Images.File(digest)
 	if err != nil {
 		return err
 	}
-	e.deps.Images.Release(digest)
-	// Only once it is gone, so that nothing is made of it again.
+	// First, so that nothing is made of it again.
 	if err := e.deps.Images.Delete(digest); err != nil {
 		return err
 	}
 	for _, b := range e.deps.Backends {
 		if h, ok := b.(holder); ok {
-			h.Forget(rootfs.EROFS)
+			h.Forget(file)
 		}
 	}
 	return nil

@@ -92,6 +92,7 @@ const (
 	lockName     = "lock"
 	stagingName  = "staging"
 	rootfsName   = "rootfs.erofs"
+	plainName    = "plain.erofs"
 	artifactName = "image.json"
 	treeName     = "tree"
 	snapshotName = "snapshot"

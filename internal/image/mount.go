@@ -68,14 +68,34 @@ func (s *Store) useTree(digest string) (backend.Rootfs, error) {
 	if err != nil {
 		return backend.Rootfs{}, err
 	}
-	root := backend.Rootfs{Digest: digest, EROFS: filepath.Join(dir, rootfsName), Tree: filepath.Join(dir, treeName)}
+	root := backend.Rootfs{Digest: digest, EROFS: erofsOf(dir), Tree: filepath.Join(dir, treeName)}
 	if s.usersOf(digest) == 0 {
-		if err := mountOnce(root.EROFS, root.Tree); err != nil {
+		if err := mountOnce(filepath.Join(dir, rootfsName), root.Tree); err != nil {
 			return backend.Rootfs{}, fmt.Errorf("mount image %s: %w", digest, err)
 		}
 	}
 	s.use(digest)
 	return root, nil
+}
+
+// File returns the path of the file that backends read an image from, whether
+// it is there or not.
+func (s *Store) File(digest string) (string, error) {
+	dir, err := s.path(digest)
+	if err != nil {
+		return "", err
+	}
+	return erofsOf(dir), nil
+}
+
+// erofsOf returns the file without extended attributes, if the image in dir has
+// one: else it has none.
+func erofsOf(dir string) string {
+	plain := filepath.Join(dir, plainName)
+	if _, err := os.Lstat(plain); err == nil {
+		return plain
+	}
+	return filepath.Join(dir, rootfsName)
 }
 
 func (s *Store) use(digest string) {

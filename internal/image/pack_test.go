@@ -103,6 +103,51 @@ func fileOf(t *testing.T, s *Store, digest string) string {
 	return sum
 }
 
+// gVisor cannot read a file of an EROFS that has an extended attribute, so an
+// image with some has its tree a second time without.
+func TestFileForGVisor(t *testing.T) {
+	s := openStore(t, t.TempDir())
+	marked := imagetest.File("f", "content").Xattr("user.a", "v")
+	for _, c := range []struct {
+		name   string
+		layers [][]byte
+		plain  bool
+	}{
+		{"without attributes", [][]byte{imagetest.Tar(t, imagetest.File("f", "content"))}, false},
+		{"with attributes", [][]byte{imagetest.Tar(t, marked)}, true},
+	} {
+		t.Run(c.name, func(t *testing.T) {
+			a := imported(t, s, c.layers...)
+			root, _, err := s.Acquire(t.Context(), a.Digest)
+			if err != nil {
+				t.Fatal(err)
+			}
+			defer s.Release(a.Digest)
+			if file, err := s.File(a.Digest); err != nil || file != root.EROFS || (filepath.Base(file) == plainName) != c.plain {
+				t.Errorf("the file is %s, %v; backends get %s", file, err, root.EROFS)
+			}
+			at := t.TempDir()
+			if err := mountLoop(root.EROFS, at); err != nil {
+				t.Fatal(err)
+			}
+			defer func() {
+				if err := unix.Unmount(at, 0); err != nil {
+					t.Error(err)
+				}
+			}()
+			if b, err := os.ReadFile(filepath.Join(at, "f")); err != nil || string(b) != "content" {
+				t.Errorf("its file reads %q, %v", b, err)
+			}
+			if has, err := hasAttributes(at); err != nil || has {
+				t.Errorf("it has attributes: %v, %v", has, err)
+			}
+			if has, err := hasAttributes(root.Tree); err != nil || has != c.plain {
+				t.Errorf("the mounted tree has attributes: %v, %v", has, err)
+			}
+		})
+	}
+}
+
 // A layer that is packed over an image gives the same file as one import of
 // both, and so does one packed over what was packed.
 func TestPack(t *testing.T) {

@@ -93,11 +93,13 @@ func diskFault(doing string, err error) error {
 	return fmt.Errorf("%s: %w", doing, err)
 }
 
-// mkfs makes an EROFS file of a tree. Equal trees give equal files.
-func mkfs(ctx context.Context, file, tree string) error {
+// mkfs makes an EROFS file of a tree, with more options of mkfs.erofs if need be.
+// Equal trees give equal files.
+func mkfs(ctx context.Context, file, tree string, more ...string) error {
 	// noinline_data: whole blocks, which gVisor can map. The epoch is the
 	// latest time that mkfs keeps; it also stands in the superblock.
-	cmd := exec.CommandContext(ctx, "mkfs.erofs", "-E", "noinline_data", "-U", "00000000-0000-0000-0000-000000000000", "--quiet", file, tree)
+	args := append([]string{"-E", "noinline_data", "-U", "00000000-0000-0000-0000-000000000000", "--quiet"}, more...)
+	cmd := exec.CommandContext(ctx, "mkfs.erofs", append(args, file, tree)...)
 	cmd.Env = append(os.Environ(), "SOURCE_DATE_EPOCH=4294967295")
 	cmd.SysProcAttr = &syscall.SysProcAttr{Pdeathsig: syscall.SIGKILL}
 	var out bytes.Buffer
@@ -156,14 +158,52 @@ func (s *Store) build(ctx context.Context, st *staging, treeBytes int64) error {
 	if err := errors.Join(os.Mkdir(image, 0o700), os.Mkdir(filepath.Join(image, treeName), 0o700)); err != nil {
 		return diskFault("make the image's directory", err)
 	}
-	file := filepath.Join(image, rootfsName)
-	if err := mkfs(ctx, file, st.tree); err != nil {
+	if err := buildFile(ctx, filepath.Join(image, rootfsName), st.tree); err != nil {
+		return err
+	}
+	// gVisor refuses each file of an EROFS that has an extended attribute.
+	has, err := hasAttributes(st.tree)
+	if err != nil || !has {
+		return err
+	}
+	if err := s.room(treeBytes); err != nil {
+		return err
+	}
+	return buildFile(ctx, filepath.Join(image, plainName), st.tree, "-x-1")
+}
+
+// buildFile makes an EROFS file of a tree, safe against a power cut.
+func buildFile(ctx context.Context, file, tree string, more ...string) error {
+	if err := mkfs(ctx, file, tree, more...); err != nil {
 		return err
 	}
 	if err := errors.Join(os.Chmod(file, 0o400), durable.Path(file)); err != nil {
 		return diskFault("write the EROFS file", err)
 	}
 	return nil
+}
+
+// hasAttributes reports whether any file of a tree has an extended attribute
+// that an EROFS keeps.
+func hasAttributes(tree string) (has bool, err error) {
+	names := make([]byte, 64<<10) // the kernel's bound
+	err = filepath.WalkDir(tree, func(path string, _ fs.DirEntry, err error) error {
+		if err != nil {
+			return err
+		}
+		n, err := unix.Llistxattr(path, names)
+		if err != nil && err != unix.ENOTSUP {
+			return fmt.Errorf("list extended attributes of %s: %w", path, err)
+		}
+		for name := range strings.SplitSeq(string(names[:max(n, 0)]), "\x00") {
+			if name != "" && !strings.HasPrefix(name, "trusted.overlay.") {
+				has = true
+				return filepath.SkipAll
+			}
+		}
+		return nil
+	})
+	return has, err
 }
 
 // publish puts a built image under its digest and returns it. An image that is
@@ -175,6 +215,9 @@ func (s *Store) publish(st *staging, a Artifact) (Artifact, error) {
 		return Artifact{}, fmt.Errorf("publish the image: %w", err)
 	}
 	a.Size = info.Size()
+	if plain, err := os.Stat(filepath.Join(image, plainName)); err == nil {
+		a.Size += plain.Size()
+	}
 	dir, err := s.path(a.Digest)
 	if err != nil {
 		return Artifact{}, err

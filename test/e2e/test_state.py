@@ -255,6 +255,37 @@ def test_files_only(backend: str) -> None:
     run(work)
 
 
+SET_ATTRIBUTES = (
+    "import os; [os.setxattr(p, 'user.a', b'v') for p in ('/usr', '/etc/passwd', '/usr/bin/env')];"
+    "open('/etc/marked', 'w').write('m'); os.setxattr('/etc/marked', 'user.a', b'v')"
+)
+
+
+def test_extended_attributes(backend: str) -> None:
+    """An image with extended attributes starts on every backend; a container shows them."""
+
+    async def work(client: DSecClient) -> None:
+        async with await client.run_sandbox(small(backend)) as sb:
+            await out(sb, f'python3 -c "{SET_ATTRIBUTES}"')
+            image = name("attributes")
+            await sb.pack_diff(image)
+        started = {b: await client.run_sandbox(small(b, image=image)) for b in BACKENDS}
+        async with ended(*started.values()):
+            for b, other in started.items():
+                assert (
+                    await out(other, "cat /etc/marked; head -1 /etc/passwd; /usr/bin/env true")
+                    == "mroot:x:0:0:root:/root:/bin/bash"
+                )
+                if b == "container":
+                    assert (
+                        await out(other, "python3 -c \"import os; print(os.getxattr('/usr', 'user.a'))\"")
+                        == "b'v'"
+                    )
+        await client.images.delete(image)
+
+    run(work)
+
+
 @pytest.mark.parametrize("memory_backend", MEMORY)
 def test_a_snapshot_with_memory(memory_backend: str) -> None:
     async def work(client: DSecClient) -> None:
