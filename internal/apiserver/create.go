@@ -507,6 +507,7 @@ func (c *claims) has(id sandbox.ID) bool {
 func (s *Server) awaitStart(ctx context.Context, id sandbox.ID) (*sandbox.Sandbox, error) {
 	tick := time.NewTicker(awaitEvery)
 	defer tick.Stop()
+	var asked time.Time // whether its node knows it
 	for {
 		sb, err := s.deps.DB.GetSandbox(ctx, id)
 		if err != nil {
@@ -518,12 +519,16 @@ func (s *Server) awaitStart(ctx context.Context, id sandbox.ID) (*sandbox.Sandbo
 		case sb.State != sandbox.Pending && sb.State != sandbox.Starting:
 			return sb, nil
 		case sb.State == sandbox.Pending && !s.making.has(id):
-			age := s.deps.Now().Sub(sb.CreatedAt)
-			if sb.Parent == "" && age > takeOverAfter {
+			now := s.deps.Now()
+			age := now.Sub(sb.CreatedAt)
+			switch {
+			case sb.Parent == "" && age > takeOverAfter:
 				return s.start(ctx, sb)
-			}
-			if sb.Parent != "" && age > forkLost {
-				return nil, s.failed(ctx, sb, fault.New(fault.Unavailable, "the server that forked %s has gone, and %s was not made: fork again", sb.Parent, id))
+			case sb.Parent != "" && age > forkUnheard && now.Sub(asked) > time.Second:
+				asked = now
+				if age > forkLost || s.unheardOf(ctx, sb) {
+					return nil, s.failed(ctx, sb, fault.New(fault.Unavailable, "the server that forked %s has gone, and %s was not made: fork again", sb.Parent, id))
+				}
 			}
 		}
 		select {

@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"slices"
+	"time"
 
 	"golang.org/x/sync/errgroup"
 
@@ -19,7 +20,21 @@ const (
 	forkTimeout = startTimeout
 	// forkLost is the age after which no server can be at a copy any more.
 	forkLost = forkTimeout + recordTime
+	// forkUnheard is the age after which a copy that its node does not know is
+	// lost: the node has begun each of them once the source's state is taken.
+	// Should it be at that still for another server, then that call fails.
+	forkUnheard = 15 * time.Second
 )
+
+// unheardOf reports whether the node of a copy says that it does not know it.
+func (s *Server) unheardOf(ctx context.Context, sb *sandbox.Sandbox) bool {
+	address, err := s.nodes.of(ctx, sb.Node)
+	if err != nil {
+		return false
+	}
+	_, err = s.edges.metrics(ctx, address, sb.ID)
+	return fault.Is(err, fault.NotFound)
+}
 
 // forkWish is what a call asks to be copied.
 type forkWish struct {

@@ -391,8 +391,17 @@ func TestForkIdempotencyKey(t *testing.T) {
 // and the key is free for another attempt. A server that was thought dead and
 // comes back with copies ends them.
 func TestARepeatOfAForkWhoseServerDied(t *testing.T) {
-	for name, set := range map[string]bool{"each": false, "all or none": true} {
+	for name, test := range map[string]struct {
+		set  bool
+		late time.Duration
+	}{
+		"each":                   {false, time.Hour},
+		"all or none":            {true, time.Hour},
+		"its node knows nothing": {false, 20 * time.Second},
+		"nor of a set of them":   {true, 20 * time.Second},
+	} {
 		t.Run(name, func(t *testing.T) {
+			set := test.set
 			c := newCluster(t, 1)
 			first := c.developer()
 			id := first.mustCreate().GetId()
@@ -417,7 +426,7 @@ func TestARepeatOfAForkWhoseServerDied(t *testing.T) {
 
 			c.url = c.api()
 			second := c.developer()
-			c.ahead.Store(int64(time.Hour))
+			c.ahead.Store(int64(test.late))
 			results, err := ask(second)
 			if set {
 				wantProblem(t, err, fault.Unavailable, "")
