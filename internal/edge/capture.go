@@ -18,6 +18,7 @@ import (
 	"github.com/kernflux/opendsec/internal/edge/journal"
 	"github.com/kernflux/opendsec/internal/fault"
 	"github.com/kernflux/opendsec/internal/image"
+	"github.com/kernflux/opendsec/internal/sandbox"
 )
 
 // forked is one copy or why it was not made.
@@ -106,7 +107,7 @@ func (e *Edge) take(ctx context.Context, b *box, dir string, memory bool) (snap 
 	b.mu.Unlock()
 	if saved != nil {
 		if !memory {
-			return snap, pausedFault(b.id)
+			return snap, noFiles(b.id)
 		}
 		snap = *saved
 		snap.Dir = dir
@@ -122,6 +123,14 @@ func (e *Edge) take(ctx context.Context, b *box, dir string, memory bool) (snap 
 	snap, err = inst.(backend.Snapshotter).Snapshot(ctx, backend.SnapshotOptions{Dir: dir, Memory: memory})
 	snap.Dir = dir
 	return snap, err
+}
+
+// noFiles is the error of an operation on the files of a paused sandbox that has
+// no machine, in whose memory they are.
+func noFiles(id sandbox.ID) *fault.Error {
+	f := fault.New(fault.WrongState, "the files of sandbox %s are in its saved memory while it is paused: resume it first, or copy it with its memory", id)
+	f.State = sandbox.Paused
+	return f
 }
 
 // linkTree gives the files of a directory further names in another of the same
@@ -205,6 +214,9 @@ func (e *Edge) packFiles(ctx context.Context, b *box) (art image.Artifact, err e
 // diff writes what was changed in the box's files into a file without a name.
 func (e *Edge) diff(ctx context.Context, b *box) (*os.File, error) {
 	inst, err := b.measurable()
+	if fault.Is(err, fault.WrongState) && b.status().State == sandbox.Paused {
+		err = noFiles(b.id)
+	}
 	if err != nil {
 		return nil, err
 	}

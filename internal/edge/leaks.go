@@ -330,12 +330,13 @@ func (e *Edge) scanFiles(_ context.Context, o *ownership) ([]leak, error) {
 				remove: func(context.Context) error { return e.removeStray(name) },
 			})
 		case o.ended[id]:
-			dir := e.journal.MachineDir(id)
-			if _, err := os.Lstat(dir); err == nil {
-				leaks = append(leaks, leak{
-					kind: leakFile, name: dir, detail: "belongs to a sandbox that has ended",
-					remove: func(context.Context) error { return e.journal.RemoveMachineDir(id) },
-				})
+			for _, dir := range []string{e.journal.MachineDir(id), e.journal.SavedDir(id)} {
+				if _, err := os.Lstat(dir); err == nil {
+					leaks = append(leaks, leak{
+						kind: leakFile, name: dir, detail: "belongs to a sandbox that has ended",
+						remove: func(context.Context) error { return e.journal.RemoveFiles(id) },
+					})
+				}
 			}
 		}
 	}

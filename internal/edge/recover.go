@@ -169,7 +169,7 @@ func (e *Edge) recallUndo(b *box) {
 	if err := e.journal.RemoveTemps(b.id); err != nil {
 		e.log.Error("cannot remove what an earlier run left", "sandbox", b.id, "error", err)
 	}
-	b.undo.add("remove its files", func(context.Context) error { return e.journal.RemoveMachineDir(b.id) })
+	b.undo.add("remove its files", func(context.Context) error { return e.journal.RemoveFiles(b.id) })
 	sp := b.begin()
 	b.mu.Lock()
 	slot, phase, saved := b.entry.Slot, b.entry.Phase, b.entry.Saved

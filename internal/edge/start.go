@@ -175,7 +175,7 @@ func (e *Edge) start(ctx context.Context, b *box) error {
 	if err := e.record(b, journal.Lazy, nil); err != nil {
 		return err
 	}
-	b.undo.add("remove its files", func(context.Context) error { return e.journal.RemoveMachineDir(b.id) })
+	b.undo.add("remove its files", func(context.Context) error { return e.journal.RemoveFiles(b.id) })
 	art, err := e.acquireImage(ctx, b)
 	if err != nil {
 		return err

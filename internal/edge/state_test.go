@@ -8,6 +8,7 @@ import (
 	"os"
 	"path/filepath"
 	"runtime"
+	"strings"
 	"sync"
 	"sync/atomic"
 	"testing"
@@ -319,6 +320,23 @@ func TestDestroyDuringStateOperations(t *testing.T) {
 	}
 }
 
+// What a paused sandbox has on the disk goes with its stop, not when its end is
+// forgotten.
+func TestDestroyOfAPausedOneGivesItsRoomBack(t *testing.T) {
+	w := newDiskWorld(t)
+	n := startNode(t, w, t.TempDir(), nil)
+	id := n.make(t, nil)
+	if _, err := n.pauseID(id); err != nil {
+		t.Fatal(err)
+	}
+	n.tidy(t, id, true)
+	n.kill(t, id)
+	left, err := os.ReadDir(n.journal.Dir(id))
+	if err != nil || len(left) != 1 {
+		t.Errorf("beside its entry there is %v, %v", left, err)
+	}
+}
+
 // A pause that hangs does not keep a sandbox from being deleted.
 func TestDestroyEndsAHangingPause(t *testing.T) {
 	w := newDiskWorld(t)
@@ -570,7 +588,7 @@ func TestFork(t *testing.T) {
 			t.Errorf("got %v, %v", results, err)
 		}
 	}
-	if _, _, err := n.forkID(id, false, 1, nil); !fault.Is(err, fault.WrongState) {
+	if _, _, err := n.forkID(id, false, 1, nil); !fault.Is(err, fault.WrongState) || !strings.Contains(err.Error(), "resume it first") || strings.Contains(err.Error(), "auto_resume") {
 		t.Errorf("the files of a paused one: %v", err)
 	}
 }

@@ -168,6 +168,15 @@ func (j *Journal) RemoveTemps(id sandbox.ID) error {
 	return nil
 }
 
+// RemoveFiles removes what a sandbox has on the disk beside its entry: its
+// machine's files and its saved state.
+func (j *Journal) RemoveFiles(id sandbox.ID) error {
+	if err := errors.Join(os.RemoveAll(j.MachineDir(id)), os.RemoveAll(j.SavedDir(id))); err != nil {
+		return fmt.Errorf("remove the files of sandbox %s: %w", id, err)
+	}
+	return nil
+}
+
 // Write puts an entry in place of the sandbox's last one, whole or not at all.
 func (j *Journal) Write(e *Entry, sync Sync) error {
 	err := j.write(e, sync)
