@@ -123,6 +123,15 @@ func brokenOff(ctx context.Context, err error) error {
 	return told
 }
 
+// look returns how a sandbox is now.
+func (e *edges) look(ctx context.Context, address string, id sandbox.ID) (machine, error) {
+	res, err := e.at(address).GetSandbox(ctx, connect.NewRequest(&edgev1.GetSandboxRequest{Id: string(id)}))
+	if err != nil {
+		return machine{}, fault.FromConnect(err)
+	}
+	return machineFromProto(res.Msg.GetStatus()), nil
+}
+
 func (e *edges) pause(ctx context.Context, address string, id sandbox.ID) (machine, error) {
 	res, err := e.at(address).PauseSandbox(ctx, connect.NewRequest(&edgev1.PauseSandboxRequest{Id: string(id)}))
 	if err != nil {

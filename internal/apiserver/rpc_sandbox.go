@@ -72,7 +72,7 @@ func (h sandboxRPC) GetSandbox(ctx context.Context, req *connect.Request[opendse
 	if err != nil {
 		return nil, err
 	}
-	return connect.NewResponse(&opendsecv1.GetSandboxResponse{Sandbox: sandboxToProto(sb)}), nil
+	return connect.NewResponse(&opendsecv1.GetSandboxResponse{Sandbox: sandboxToProto(h.s.awake(ctx, sb))}), nil
 }
 
 func (h sandboxRPC) ListSandboxes(ctx context.Context, req *connect.Request[opendsecv1.ListSandboxesRequest]) (*connect.Response[opendsecv1.ListSandboxesResponse], error) {

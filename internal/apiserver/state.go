@@ -98,6 +98,34 @@ func (s *Server) inTurn(ctx context.Context, id string, want sandbox.State, do f
 	return do(ctx, sb)
 }
 
+// lookTime bounds what is asked of a node for a record that may be old.
+const lookTime = time.Second
+
+// awake returns a record that knows of the calls that woke the sandbox: they go
+// to its node, and one that has an answer shall not find the sandbox paused.
+// What cannot be learned in a second is as recorded; the watcher hears of it.
+func (s *Server) awake(ctx context.Context, sb *sandbox.Sandbox) *sandbox.Sandbox {
+	if sb.State != sandbox.Paused || !sb.Spec.AutoResume {
+		return sb
+	}
+	ctx, cancel := context.WithTimeout(ctx, lookTime)
+	defer cancel()
+	address, err := s.nodes.of(ctx, sb.Node)
+	if err != nil {
+		return sb
+	}
+	m, err := s.edges.look(ctx, address, sb.ID)
+	if err != nil || m.state != sandbox.Running {
+		return sb
+	}
+	now, err := s.recordState(ctx, sb.ID, m)
+	if err != nil {
+		s.log.Warn("record that a call has woken a sandbox; the watcher goes on with it", "sandbox", sb.ID, "error", err)
+		return sb
+	}
+	return now
+}
+
 // pause has a sandbox's node pause it, and records that it did. One that fails
 // there runs on, and its record too.
 func (s *Server) pause(ctx context.Context, id string) (*sandbox.Sandbox, error) {

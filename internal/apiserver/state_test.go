@@ -10,6 +10,7 @@ import (
 	"time"
 
 	"connectrpc.com/connect"
+	"google.golang.org/protobuf/proto"
 	"google.golang.org/protobuf/types/known/durationpb"
 	"google.golang.org/protobuf/types/known/timestamppb"
 
@@ -417,6 +418,29 @@ func TestAutoResumeKeepsItsShare(t *testing.T) {
 	// Its node may have woken it meanwhile; a pause asks.
 	dev.mustPause(sb.GetId())
 	dev.mustPause(sb.GetId())
+}
+
+// Whoever has the answer of a call that woke a sandbox sees it running, also
+// while the watcher has heard nothing of it.
+func TestGetAfterACallWokeIt(t *testing.T) {
+	c := newCluster(t, 1)
+	dev := c.developer()
+	id := dev.mustCreate(func(r *opendsecv1.CreateSandboxRequest) { r.Spec.AutoResume = true }).GetId()
+	want := func(state opendsecv1.State) {
+		t.Helper()
+		if got, err := dev.get(id); err != nil || got.GetState() != state || (got.GetPausedAt() != nil) != (state == paused) {
+			t.Fatalf("got %v, %v, want %v", got, err, state)
+		}
+	}
+	dev.mustPause(id)
+	want(paused)
+	woken := proto.CloneOf(c.edges[0].Status(sandbox.ID(id)))
+	woken.State, woken.PausedAt, woken.PausedFor = running, nil, durationpb.New(time.Second)
+	c.edges[0].Put(woken)
+	want(running)
+	dev.mustPause(id)
+	c.edges[0].Kill()
+	want(paused) // what is recorded, when the node says nothing
 }
 
 func TestPauseWithoutABackendThatCan(t *testing.T) {

@@ -118,6 +118,14 @@ func (s service) SetDeadlines(_ context.Context, req *connect.Request[edgev1.Set
 	return connect.NewResponse(&edgev1.SetDeadlinesResponse{}), nil
 }
 
+func (s service) GetSandbox(_ context.Context, req *connect.Request[edgev1.GetSandboxRequest]) (*connect.Response[edgev1.GetSandboxResponse], error) {
+	b, err := s.e.get(req.Msg.GetId())
+	if err != nil {
+		return nil, err
+	}
+	return connect.NewResponse(&edgev1.GetSandboxResponse{Status: statusToProto(b.status())}), nil
+}
+
 func (s service) Touch(_ context.Context, req *connect.Request[edgev1.TouchRequest]) (*connect.Response[edgev1.TouchResponse], error) {
 	b, err := s.e.get(req.Msg.GetId())
 	if err != nil {

@@ -81,6 +81,14 @@ func (s service) PauseSandbox(ctx context.Context, req *connect.Request[edgev1.P
 	return connect.NewResponse(&edgev1.PauseSandboxResponse{Status: status}), s.after(ctx, Pause, id)
 }
 
+func (s service) GetSandbox(_ context.Context, req *connect.Request[edgev1.GetSandboxRequest]) (*connect.Response[edgev1.GetSandboxResponse], error) {
+	status, err := s.e.change(req.Msg.GetId(), func(*edgev1.SandboxStatus) {})
+	if err != nil {
+		return nil, err
+	}
+	return connect.NewResponse(&edgev1.GetSandboxResponse{Status: status}), nil
+}
+
 func (s service) ResumeSandbox(ctx context.Context, req *connect.Request[edgev1.ResumeSandboxRequest]) (*connect.Response[edgev1.ResumeSandboxResponse], error) {
 	id := req.Msg.GetId()
 	if err := s.before(ctx, Resume, id); err != nil {

@@ -847,6 +847,98 @@ func (x *DestroySandboxResponse) GetStatus() *SandboxStatus {
 	return nil
 }
 
+// GetSandboxRequest names a sandbox.
+type GetSandboxRequest struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// Its id.
+	Id            string `protobuf:"bytes,1,opt,name=id,proto3" json:"id,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *GetSandboxRequest) Reset() {
+	*x = GetSandboxRequest{}
+	mi := &file_edge_v1_edge_proto_msgTypes[14]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *GetSandboxRequest) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*GetSandboxRequest) ProtoMessage() {}
+
+func (x *GetSandboxRequest) ProtoReflect() protoreflect.Message {
+	mi := &file_edge_v1_edge_proto_msgTypes[14]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use GetSandboxRequest.ProtoReflect.Descriptor instead.
+func (*GetSandboxRequest) Descriptor() ([]byte, []int) {
+	return file_edge_v1_edge_proto_rawDescGZIP(), []int{14}
+}
+
+func (x *GetSandboxRequest) GetId() string {
+	if x != nil {
+		return x.Id
+	}
+	return ""
+}
+
+// GetSandboxResponse says how it is.
+type GetSandboxResponse struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// The sandbox.
+	Status        *SandboxStatus `protobuf:"bytes,1,opt,name=status,proto3" json:"status,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *GetSandboxResponse) Reset() {
+	*x = GetSandboxResponse{}
+	mi := &file_edge_v1_edge_proto_msgTypes[15]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *GetSandboxResponse) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*GetSandboxResponse) ProtoMessage() {}
+
+func (x *GetSandboxResponse) ProtoReflect() protoreflect.Message {
+	mi := &file_edge_v1_edge_proto_msgTypes[15]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use GetSandboxResponse.ProtoReflect.Descriptor instead.
+func (*GetSandboxResponse) Descriptor() ([]byte, []int) {
+	return file_edge_v1_edge_proto_rawDescGZIP(), []int{15}
+}
+
+func (x *GetSandboxResponse) GetStatus() *SandboxStatus {
+	if x != nil {
+		return x.Status
+	}
+	return nil
+}
+
 // SetDeadlinesRequest replaces deadlines.
 type SetDeadlinesRequest struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
@@ -862,7 +954,7 @@ type SetDeadlinesRequest struct {
 
 func (x *SetDeadlinesRequest) Reset() {
 	*x = SetDeadlinesRequest{}
-	mi := &file_edge_v1_edge_proto_msgTypes[14]
+	mi := &file_edge_v1_edge_proto_msgTypes[16]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -874,7 +966,7 @@ func (x *SetDeadlinesRequest) String() string {
 func (*SetDeadlinesRequest) ProtoMessage() {}
 
 func (x *SetDeadlinesRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_edge_v1_edge_proto_msgTypes[14]
+	mi := &file_edge_v1_edge_proto_msgTypes[16]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -887,7 +979,7 @@ func (x *SetDeadlinesRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use SetDeadlinesRequest.ProtoReflect.Descriptor instead.
 func (*SetDeadlinesRequest) Descriptor() ([]byte, []int) {
-	return file_edge_v1_edge_proto_rawDescGZIP(), []int{14}
+	return file_edge_v1_edge_proto_rawDescGZIP(), []int{16}
 }
 
 func (x *SetDeadlinesRequest) GetId() string {
@@ -920,7 +1012,7 @@ type SetDeadlinesResponse struct {
 
 func (x *SetDeadlinesResponse) Reset() {
 	*x = SetDeadlinesResponse{}
-	mi := &file_edge_v1_edge_proto_msgTypes[15]
+	mi := &file_edge_v1_edge_proto_msgTypes[17]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -932,7 +1024,7 @@ func (x *SetDeadlinesResponse) String() string {
 func (*SetDeadlinesResponse) ProtoMessage() {}
 
 func (x *SetDeadlinesResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_edge_v1_edge_proto_msgTypes[15]
+	mi := &file_edge_v1_edge_proto_msgTypes[17]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -945,7 +1037,7 @@ func (x *SetDeadlinesResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use SetDeadlinesResponse.ProtoReflect.Descriptor instead.
 func (*SetDeadlinesResponse) Descriptor() ([]byte, []int) {
-	return file_edge_v1_edge_proto_rawDescGZIP(), []int{15}
+	return file_edge_v1_edge_proto_rawDescGZIP(), []int{17}
 }
 
 // TouchRequest counts as a use.
@@ -959,7 +1051,7 @@ type TouchRequest struct {
 
 func (x *TouchRequest) Reset() {
 	*x = TouchRequest{}
-	mi := &file_edge_v1_edge_proto_msgTypes[16]
+	mi := &file_edge_v1_edge_proto_msgTypes[18]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -971,7 +1063,7 @@ func (x *TouchRequest) String() string {
 func (*TouchRequest) ProtoMessage() {}
 
 func (x *TouchRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_edge_v1_edge_proto_msgTypes[16]
+	mi := &file_edge_v1_edge_proto_msgTypes[18]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -984,7 +1076,7 @@ func (x *TouchRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use TouchRequest.ProtoReflect.Descriptor instead.
 func (*TouchRequest) Descriptor() ([]byte, []int) {
-	return file_edge_v1_edge_proto_rawDescGZIP(), []int{16}
+	return file_edge_v1_edge_proto_rawDescGZIP(), []int{18}
 }
 
 func (x *TouchRequest) GetId() string {
@@ -1003,7 +1095,7 @@ type TouchResponse struct {
 
 func (x *TouchResponse) Reset() {
 	*x = TouchResponse{}
-	mi := &file_edge_v1_edge_proto_msgTypes[17]
+	mi := &file_edge_v1_edge_proto_msgTypes[19]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1015,7 +1107,7 @@ func (x *TouchResponse) String() string {
 func (*TouchResponse) ProtoMessage() {}
 
 func (x *TouchResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_edge_v1_edge_proto_msgTypes[17]
+	mi := &file_edge_v1_edge_proto_msgTypes[19]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1028,7 +1120,7 @@ func (x *TouchResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use TouchResponse.ProtoReflect.Descriptor instead.
 func (*TouchResponse) Descriptor() ([]byte, []int) {
-	return file_edge_v1_edge_proto_rawDescGZIP(), []int{17}
+	return file_edge_v1_edge_proto_rawDescGZIP(), []int{19}
 }
 
 // GetMetricsRequest asks what a sandbox uses.
@@ -1042,7 +1134,7 @@ type GetMetricsRequest struct {
 
 func (x *GetMetricsRequest) Reset() {
 	*x = GetMetricsRequest{}
-	mi := &file_edge_v1_edge_proto_msgTypes[18]
+	mi := &file_edge_v1_edge_proto_msgTypes[20]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1054,7 +1146,7 @@ func (x *GetMetricsRequest) String() string {
 func (*GetMetricsRequest) ProtoMessage() {}
 
 func (x *GetMetricsRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_edge_v1_edge_proto_msgTypes[18]
+	mi := &file_edge_v1_edge_proto_msgTypes[20]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1067,7 +1159,7 @@ func (x *GetMetricsRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use GetMetricsRequest.ProtoReflect.Descriptor instead.
 func (*GetMetricsRequest) Descriptor() ([]byte, []int) {
-	return file_edge_v1_edge_proto_rawDescGZIP(), []int{18}
+	return file_edge_v1_edge_proto_rawDescGZIP(), []int{20}
 }
 
 func (x *GetMetricsRequest) GetId() string {
@@ -1088,7 +1180,7 @@ type GetMetricsResponse struct {
 
 func (x *GetMetricsResponse) Reset() {
 	*x = GetMetricsResponse{}
-	mi := &file_edge_v1_edge_proto_msgTypes[19]
+	mi := &file_edge_v1_edge_proto_msgTypes[21]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1100,7 +1192,7 @@ func (x *GetMetricsResponse) String() string {
 func (*GetMetricsResponse) ProtoMessage() {}
 
 func (x *GetMetricsResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_edge_v1_edge_proto_msgTypes[19]
+	mi := &file_edge_v1_edge_proto_msgTypes[21]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1113,7 +1205,7 @@ func (x *GetMetricsResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use GetMetricsResponse.ProtoReflect.Descriptor instead.
 func (*GetMetricsResponse) Descriptor() ([]byte, []int) {
-	return file_edge_v1_edge_proto_rawDescGZIP(), []int{19}
+	return file_edge_v1_edge_proto_rawDescGZIP(), []int{21}
 }
 
 func (x *GetMetricsResponse) GetMetrics() *v1.Metrics {
@@ -1132,7 +1224,7 @@ type WatchRequest struct {
 
 func (x *WatchRequest) Reset() {
 	*x = WatchRequest{}
-	mi := &file_edge_v1_edge_proto_msgTypes[20]
+	mi := &file_edge_v1_edge_proto_msgTypes[22]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1144,7 +1236,7 @@ func (x *WatchRequest) String() string {
 func (*WatchRequest) ProtoMessage() {}
 
 func (x *WatchRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_edge_v1_edge_proto_msgTypes[20]
+	mi := &file_edge_v1_edge_proto_msgTypes[22]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1157,7 +1249,7 @@ func (x *WatchRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use WatchRequest.ProtoReflect.Descriptor instead.
 func (*WatchRequest) Descriptor() ([]byte, []int) {
-	return file_edge_v1_edge_proto_rawDescGZIP(), []int{20}
+	return file_edge_v1_edge_proto_rawDescGZIP(), []int{22}
 }
 
 // WatchResponse is a report.
@@ -1175,7 +1267,7 @@ type WatchResponse struct {
 
 func (x *WatchResponse) Reset() {
 	*x = WatchResponse{}
-	mi := &file_edge_v1_edge_proto_msgTypes[21]
+	mi := &file_edge_v1_edge_proto_msgTypes[23]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1187,7 +1279,7 @@ func (x *WatchResponse) String() string {
 func (*WatchResponse) ProtoMessage() {}
 
 func (x *WatchResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_edge_v1_edge_proto_msgTypes[21]
+	mi := &file_edge_v1_edge_proto_msgTypes[23]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1200,7 +1292,7 @@ func (x *WatchResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use WatchResponse.ProtoReflect.Descriptor instead.
 func (*WatchResponse) Descriptor() ([]byte, []int) {
-	return file_edge_v1_edge_proto_rawDescGZIP(), []int{21}
+	return file_edge_v1_edge_proto_rawDescGZIP(), []int{23}
 }
 
 func (x *WatchResponse) GetNode() *NodeReport {
@@ -1247,7 +1339,7 @@ type NodeReport struct {
 
 func (x *NodeReport) Reset() {
 	*x = NodeReport{}
-	mi := &file_edge_v1_edge_proto_msgTypes[22]
+	mi := &file_edge_v1_edge_proto_msgTypes[24]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1259,7 +1351,7 @@ func (x *NodeReport) String() string {
 func (*NodeReport) ProtoMessage() {}
 
 func (x *NodeReport) ProtoReflect() protoreflect.Message {
-	mi := &file_edge_v1_edge_proto_msgTypes[22]
+	mi := &file_edge_v1_edge_proto_msgTypes[24]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1272,7 +1364,7 @@ func (x *NodeReport) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use NodeReport.ProtoReflect.Descriptor instead.
 func (*NodeReport) Descriptor() ([]byte, []int) {
-	return file_edge_v1_edge_proto_rawDescGZIP(), []int{22}
+	return file_edge_v1_edge_proto_rawDescGZIP(), []int{24}
 }
 
 func (x *NodeReport) GetName() string {
@@ -1335,7 +1427,7 @@ type ForgetEndedRequest struct {
 
 func (x *ForgetEndedRequest) Reset() {
 	*x = ForgetEndedRequest{}
-	mi := &file_edge_v1_edge_proto_msgTypes[23]
+	mi := &file_edge_v1_edge_proto_msgTypes[25]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1347,7 +1439,7 @@ func (x *ForgetEndedRequest) String() string {
 func (*ForgetEndedRequest) ProtoMessage() {}
 
 func (x *ForgetEndedRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_edge_v1_edge_proto_msgTypes[23]
+	mi := &file_edge_v1_edge_proto_msgTypes[25]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1360,7 +1452,7 @@ func (x *ForgetEndedRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ForgetEndedRequest.ProtoReflect.Descriptor instead.
 func (*ForgetEndedRequest) Descriptor() ([]byte, []int) {
-	return file_edge_v1_edge_proto_rawDescGZIP(), []int{23}
+	return file_edge_v1_edge_proto_rawDescGZIP(), []int{25}
 }
 
 func (x *ForgetEndedRequest) GetIds() []string {
@@ -1379,7 +1471,7 @@ type ForgetEndedResponse struct {
 
 func (x *ForgetEndedResponse) Reset() {
 	*x = ForgetEndedResponse{}
-	mi := &file_edge_v1_edge_proto_msgTypes[24]
+	mi := &file_edge_v1_edge_proto_msgTypes[26]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1391,7 +1483,7 @@ func (x *ForgetEndedResponse) String() string {
 func (*ForgetEndedResponse) ProtoMessage() {}
 
 func (x *ForgetEndedResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_edge_v1_edge_proto_msgTypes[24]
+	mi := &file_edge_v1_edge_proto_msgTypes[26]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1404,7 +1496,7 @@ func (x *ForgetEndedResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ForgetEndedResponse.ProtoReflect.Descriptor instead.
 func (*ForgetEndedResponse) Descriptor() ([]byte, []int) {
-	return file_edge_v1_edge_proto_rawDescGZIP(), []int{24}
+	return file_edge_v1_edge_proto_rawDescGZIP(), []int{26}
 }
 
 // ImportImageRequest fetches an image.
@@ -1418,7 +1510,7 @@ type ImportImageRequest struct {
 
 func (x *ImportImageRequest) Reset() {
 	*x = ImportImageRequest{}
-	mi := &file_edge_v1_edge_proto_msgTypes[25]
+	mi := &file_edge_v1_edge_proto_msgTypes[27]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1430,7 +1522,7 @@ func (x *ImportImageRequest) String() string {
 func (*ImportImageRequest) ProtoMessage() {}
 
 func (x *ImportImageRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_edge_v1_edge_proto_msgTypes[25]
+	mi := &file_edge_v1_edge_proto_msgTypes[27]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1443,7 +1535,7 @@ func (x *ImportImageRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ImportImageRequest.ProtoReflect.Descriptor instead.
 func (*ImportImageRequest) Descriptor() ([]byte, []int) {
-	return file_edge_v1_edge_proto_rawDescGZIP(), []int{25}
+	return file_edge_v1_edge_proto_rawDescGZIP(), []int{27}
 }
 
 func (x *ImportImageRequest) GetRequest() *v1.ImportImageRequest {
@@ -1464,7 +1556,7 @@ type BootstrapImageRequest struct {
 
 func (x *BootstrapImageRequest) Reset() {
 	*x = BootstrapImageRequest{}
-	mi := &file_edge_v1_edge_proto_msgTypes[26]
+	mi := &file_edge_v1_edge_proto_msgTypes[28]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1476,7 +1568,7 @@ func (x *BootstrapImageRequest) String() string {
 func (*BootstrapImageRequest) ProtoMessage() {}
 
 func (x *BootstrapImageRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_edge_v1_edge_proto_msgTypes[26]
+	mi := &file_edge_v1_edge_proto_msgTypes[28]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1489,7 +1581,7 @@ func (x *BootstrapImageRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use BootstrapImageRequest.ProtoReflect.Descriptor instead.
 func (*BootstrapImageRequest) Descriptor() ([]byte, []int) {
-	return file_edge_v1_edge_proto_rawDescGZIP(), []int{26}
+	return file_edge_v1_edge_proto_rawDescGZIP(), []int{28}
 }
 
 func (x *BootstrapImageRequest) GetRequest() *v1.BootstrapImageRequest {
@@ -1510,7 +1602,7 @@ type ImportImageResponse struct {
 
 func (x *ImportImageResponse) Reset() {
 	*x = ImportImageResponse{}
-	mi := &file_edge_v1_edge_proto_msgTypes[27]
+	mi := &file_edge_v1_edge_proto_msgTypes[29]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1522,7 +1614,7 @@ func (x *ImportImageResponse) String() string {
 func (*ImportImageResponse) ProtoMessage() {}
 
 func (x *ImportImageResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_edge_v1_edge_proto_msgTypes[27]
+	mi := &file_edge_v1_edge_proto_msgTypes[29]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1535,7 +1627,7 @@ func (x *ImportImageResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ImportImageResponse.ProtoReflect.Descriptor instead.
 func (*ImportImageResponse) Descriptor() ([]byte, []int) {
-	return file_edge_v1_edge_proto_rawDescGZIP(), []int{27}
+	return file_edge_v1_edge_proto_rawDescGZIP(), []int{29}
 }
 
 func (x *ImportImageResponse) GetProgress() *v1.ImportImageResponse {
@@ -1556,7 +1648,7 @@ type DeleteImageRequest struct {
 
 func (x *DeleteImageRequest) Reset() {
 	*x = DeleteImageRequest{}
-	mi := &file_edge_v1_edge_proto_msgTypes[28]
+	mi := &file_edge_v1_edge_proto_msgTypes[30]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1568,7 +1660,7 @@ func (x *DeleteImageRequest) String() string {
 func (*DeleteImageRequest) ProtoMessage() {}
 
 func (x *DeleteImageRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_edge_v1_edge_proto_msgTypes[28]
+	mi := &file_edge_v1_edge_proto_msgTypes[30]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1581,7 +1673,7 @@ func (x *DeleteImageRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use DeleteImageRequest.ProtoReflect.Descriptor instead.
 func (*DeleteImageRequest) Descriptor() ([]byte, []int) {
-	return file_edge_v1_edge_proto_rawDescGZIP(), []int{28}
+	return file_edge_v1_edge_proto_rawDescGZIP(), []int{30}
 }
 
 func (x *DeleteImageRequest) GetDigest() string {
@@ -1600,7 +1692,7 @@ type DeleteImageResponse struct {
 
 func (x *DeleteImageResponse) Reset() {
 	*x = DeleteImageResponse{}
-	mi := &file_edge_v1_edge_proto_msgTypes[29]
+	mi := &file_edge_v1_edge_proto_msgTypes[31]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1612,7 +1704,7 @@ func (x *DeleteImageResponse) String() string {
 func (*DeleteImageResponse) ProtoMessage() {}
 
 func (x *DeleteImageResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_edge_v1_edge_proto_msgTypes[29]
+	mi := &file_edge_v1_edge_proto_msgTypes[31]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1625,7 +1717,7 @@ func (x *DeleteImageResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use DeleteImageResponse.ProtoReflect.Descriptor instead.
 func (*DeleteImageResponse) Descriptor() ([]byte, []int) {
-	return file_edge_v1_edge_proto_rawDescGZIP(), []int{29}
+	return file_edge_v1_edge_proto_rawDescGZIP(), []int{31}
 }
 
 // FindLeaksRequest asks for leaks.
@@ -1641,7 +1733,7 @@ type FindLeaksRequest struct {
 
 func (x *FindLeaksRequest) Reset() {
 	*x = FindLeaksRequest{}
-	mi := &file_edge_v1_edge_proto_msgTypes[30]
+	mi := &file_edge_v1_edge_proto_msgTypes[32]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1653,7 +1745,7 @@ func (x *FindLeaksRequest) String() string {
 func (*FindLeaksRequest) ProtoMessage() {}
 
 func (x *FindLeaksRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_edge_v1_edge_proto_msgTypes[30]
+	mi := &file_edge_v1_edge_proto_msgTypes[32]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1666,7 +1758,7 @@ func (x *FindLeaksRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use FindLeaksRequest.ProtoReflect.Descriptor instead.
 func (*FindLeaksRequest) Descriptor() ([]byte, []int) {
-	return file_edge_v1_edge_proto_rawDescGZIP(), []int{30}
+	return file_edge_v1_edge_proto_rawDescGZIP(), []int{32}
 }
 
 func (x *FindLeaksRequest) GetRepair() bool {
@@ -1694,7 +1786,7 @@ type FindLeaksResponse struct {
 
 func (x *FindLeaksResponse) Reset() {
 	*x = FindLeaksResponse{}
-	mi := &file_edge_v1_edge_proto_msgTypes[31]
+	mi := &file_edge_v1_edge_proto_msgTypes[33]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1706,7 +1798,7 @@ func (x *FindLeaksResponse) String() string {
 func (*FindLeaksResponse) ProtoMessage() {}
 
 func (x *FindLeaksResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_edge_v1_edge_proto_msgTypes[31]
+	mi := &file_edge_v1_edge_proto_msgTypes[33]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1719,7 +1811,7 @@ func (x *FindLeaksResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use FindLeaksResponse.ProtoReflect.Descriptor instead.
 func (*FindLeaksResponse) Descriptor() ([]byte, []int) {
-	return file_edge_v1_edge_proto_rawDescGZIP(), []int{31}
+	return file_edge_v1_edge_proto_rawDescGZIP(), []int{33}
 }
 
 func (x *FindLeaksResponse) GetLeaks() []*v1.Leak {
@@ -1784,6 +1876,10 @@ const file_edge_v1_edge_proto_rawDesc = "" +
 	"\x02id\x18\x01 \x01(\tR\x02id\x12\"\n" +
 	"\x03end\x18\x02 \x01(\v2\x10.opendsec.v1.EndR\x03end\"H\n" +
 	"\x16DestroySandboxResponse\x12.\n" +
+	"\x06status\x18\x01 \x01(\v2\x16.edge.v1.SandboxStatusR\x06status\"#\n" +
+	"\x11GetSandboxRequest\x12\x0e\n" +
+	"\x02id\x18\x01 \x01(\tR\x02id\"D\n" +
+	"\x12GetSandboxResponse\x12.\n" +
 	"\x06status\x18\x01 \x01(\v2\x16.edge.v1.SandboxStatusR\x06status\"\xa8\x01\n" +
 	"\x13SetDeadlinesRequest\x12\x0e\n" +
 	"\x02id\x18\x01 \x01(\tR\x02id\x12C\n" +
@@ -1827,10 +1923,12 @@ const file_edge_v1_edge_proto_rawDesc = "" +
 	"\x06repair\x18\x01 \x01(\bR\x06repair\x12\x1a\n" +
 	"\brecorded\x18\x02 \x03(\tR\brecorded\"<\n" +
 	"\x11FindLeaksResponse\x12'\n" +
-	"\x05leaks\x18\x01 \x03(\v2\x11.opendsec.v1.LeakR\x05leaks2\xe2\b\n" +
+	"\x05leaks\x18\x01 \x03(\v2\x11.opendsec.v1.LeakR\x05leaks2\xa9\t\n" +
 	"\x04Edge\x12N\n" +
 	"\rCreateSandbox\x12\x1d.edge.v1.CreateSandboxRequest\x1a\x1e.edge.v1.CreateSandboxResponse\x12Q\n" +
-	"\x0eDestroySandbox\x12\x1e.edge.v1.DestroySandboxRequest\x1a\x1f.edge.v1.DestroySandboxResponse\x12K\n" +
+	"\x0eDestroySandbox\x12\x1e.edge.v1.DestroySandboxRequest\x1a\x1f.edge.v1.DestroySandboxResponse\x12E\n" +
+	"\n" +
+	"GetSandbox\x12\x1a.edge.v1.GetSandboxRequest\x1a\x1b.edge.v1.GetSandboxResponse\x12K\n" +
 	"\fSetDeadlines\x12\x1c.edge.v1.SetDeadlinesRequest\x1a\x1d.edge.v1.SetDeadlinesResponse\x126\n" +
 	"\x05Touch\x12\x15.edge.v1.TouchRequest\x1a\x16.edge.v1.TouchResponse\x12E\n" +
 	"\n" +
@@ -1858,7 +1956,7 @@ func file_edge_v1_edge_proto_rawDescGZIP() []byte {
 	return file_edge_v1_edge_proto_rawDescData
 }
 
-var file_edge_v1_edge_proto_msgTypes = make([]protoimpl.MessageInfo, 32)
+var file_edge_v1_edge_proto_msgTypes = make([]protoimpl.MessageInfo, 34)
 var file_edge_v1_edge_proto_goTypes = []any{
 	(*CreateSandboxRequest)(nil),     // 0: edge.v1.CreateSandboxRequest
 	(*CreateSandboxResponse)(nil),    // 1: edge.v1.CreateSandboxResponse
@@ -1874,103 +1972,108 @@ var file_edge_v1_edge_proto_goTypes = []any{
 	(*SnapshotSandboxResponse)(nil),  // 11: edge.v1.SnapshotSandboxResponse
 	(*DestroySandboxRequest)(nil),    // 12: edge.v1.DestroySandboxRequest
 	(*DestroySandboxResponse)(nil),   // 13: edge.v1.DestroySandboxResponse
-	(*SetDeadlinesRequest)(nil),      // 14: edge.v1.SetDeadlinesRequest
-	(*SetDeadlinesResponse)(nil),     // 15: edge.v1.SetDeadlinesResponse
-	(*TouchRequest)(nil),             // 16: edge.v1.TouchRequest
-	(*TouchResponse)(nil),            // 17: edge.v1.TouchResponse
-	(*GetMetricsRequest)(nil),        // 18: edge.v1.GetMetricsRequest
-	(*GetMetricsResponse)(nil),       // 19: edge.v1.GetMetricsResponse
-	(*WatchRequest)(nil),             // 20: edge.v1.WatchRequest
-	(*WatchResponse)(nil),            // 21: edge.v1.WatchResponse
-	(*NodeReport)(nil),               // 22: edge.v1.NodeReport
-	(*ForgetEndedRequest)(nil),       // 23: edge.v1.ForgetEndedRequest
-	(*ForgetEndedResponse)(nil),      // 24: edge.v1.ForgetEndedResponse
-	(*ImportImageRequest)(nil),       // 25: edge.v1.ImportImageRequest
-	(*BootstrapImageRequest)(nil),    // 26: edge.v1.BootstrapImageRequest
-	(*ImportImageResponse)(nil),      // 27: edge.v1.ImportImageResponse
-	(*DeleteImageRequest)(nil),       // 28: edge.v1.DeleteImageRequest
-	(*DeleteImageResponse)(nil),      // 29: edge.v1.DeleteImageResponse
-	(*FindLeaksRequest)(nil),         // 30: edge.v1.FindLeaksRequest
-	(*FindLeaksResponse)(nil),        // 31: edge.v1.FindLeaksResponse
-	(*v1.SandboxSpec)(nil),           // 32: opendsec.v1.SandboxSpec
-	(*timestamppb.Timestamp)(nil),    // 33: google.protobuf.Timestamp
-	(v1.State)(0),                    // 34: opendsec.v1.State
-	(*v1.End)(nil),                   // 35: opendsec.v1.End
-	(*durationpb.Duration)(nil),      // 36: google.protobuf.Duration
-	(*v1.ErrorInfo)(nil),             // 37: opendsec.v1.ErrorInfo
-	(*v1.Image)(nil),                 // 38: opendsec.v1.Image
-	(*v1.Metrics)(nil),               // 39: opendsec.v1.Metrics
-	(*v1.NodeBackend)(nil),           // 40: opendsec.v1.NodeBackend
-	(*v1.Resources)(nil),             // 41: opendsec.v1.Resources
-	(*v1.ImportImageRequest)(nil),    // 42: opendsec.v1.ImportImageRequest
-	(*v1.BootstrapImageRequest)(nil), // 43: opendsec.v1.BootstrapImageRequest
-	(*v1.ImportImageResponse)(nil),   // 44: opendsec.v1.ImportImageResponse
-	(*v1.Leak)(nil),                  // 45: opendsec.v1.Leak
+	(*GetSandboxRequest)(nil),        // 14: edge.v1.GetSandboxRequest
+	(*GetSandboxResponse)(nil),       // 15: edge.v1.GetSandboxResponse
+	(*SetDeadlinesRequest)(nil),      // 16: edge.v1.SetDeadlinesRequest
+	(*SetDeadlinesResponse)(nil),     // 17: edge.v1.SetDeadlinesResponse
+	(*TouchRequest)(nil),             // 18: edge.v1.TouchRequest
+	(*TouchResponse)(nil),            // 19: edge.v1.TouchResponse
+	(*GetMetricsRequest)(nil),        // 20: edge.v1.GetMetricsRequest
+	(*GetMetricsResponse)(nil),       // 21: edge.v1.GetMetricsResponse
+	(*WatchRequest)(nil),             // 22: edge.v1.WatchRequest
+	(*WatchResponse)(nil),            // 23: edge.v1.WatchResponse
+	(*NodeReport)(nil),               // 24: edge.v1.NodeReport
+	(*ForgetEndedRequest)(nil),       // 25: edge.v1.ForgetEndedRequest
+	(*ForgetEndedResponse)(nil),      // 26: edge.v1.ForgetEndedResponse
+	(*ImportImageRequest)(nil),       // 27: edge.v1.ImportImageRequest
+	(*BootstrapImageRequest)(nil),    // 28: edge.v1.BootstrapImageRequest
+	(*ImportImageResponse)(nil),      // 29: edge.v1.ImportImageResponse
+	(*DeleteImageRequest)(nil),       // 30: edge.v1.DeleteImageRequest
+	(*DeleteImageResponse)(nil),      // 31: edge.v1.DeleteImageResponse
+	(*FindLeaksRequest)(nil),         // 32: edge.v1.FindLeaksRequest
+	(*FindLeaksResponse)(nil),        // 33: edge.v1.FindLeaksResponse
+	(*v1.SandboxSpec)(nil),           // 34: opendsec.v1.SandboxSpec
+	(*timestamppb.Timestamp)(nil),    // 35: google.protobuf.Timestamp
+	(v1.State)(0),                    // 36: opendsec.v1.State
+	(*v1.End)(nil),                   // 37: opendsec.v1.End
+	(*durationpb.Duration)(nil),      // 38: google.protobuf.Duration
+	(*v1.ErrorInfo)(nil),             // 39: opendsec.v1.ErrorInfo
+	(*v1.Image)(nil),                 // 40: opendsec.v1.Image
+	(*v1.Metrics)(nil),               // 41: opendsec.v1.Metrics
+	(*v1.NodeBackend)(nil),           // 42: opendsec.v1.NodeBackend
+	(*v1.Resources)(nil),             // 43: opendsec.v1.Resources
+	(*v1.ImportImageRequest)(nil),    // 44: opendsec.v1.ImportImageRequest
+	(*v1.BootstrapImageRequest)(nil), // 45: opendsec.v1.BootstrapImageRequest
+	(*v1.ImportImageResponse)(nil),   // 46: opendsec.v1.ImportImageResponse
+	(*v1.Leak)(nil),                  // 47: opendsec.v1.Leak
 }
 var file_edge_v1_edge_proto_depIdxs = []int32{
-	32, // 0: edge.v1.CreateSandboxRequest.spec:type_name -> opendsec.v1.SandboxSpec
-	33, // 1: edge.v1.CreateSandboxRequest.created_at:type_name -> google.protobuf.Timestamp
+	34, // 0: edge.v1.CreateSandboxRequest.spec:type_name -> opendsec.v1.SandboxSpec
+	35, // 1: edge.v1.CreateSandboxRequest.created_at:type_name -> google.protobuf.Timestamp
 	2,  // 2: edge.v1.CreateSandboxResponse.status:type_name -> edge.v1.SandboxStatus
-	34, // 3: edge.v1.SandboxStatus.state:type_name -> opendsec.v1.State
-	33, // 4: edge.v1.SandboxStatus.started_at:type_name -> google.protobuf.Timestamp
-	35, // 5: edge.v1.SandboxStatus.end:type_name -> opendsec.v1.End
-	33, // 6: edge.v1.SandboxStatus.paused_at:type_name -> google.protobuf.Timestamp
-	36, // 7: edge.v1.SandboxStatus.paused_for:type_name -> google.protobuf.Duration
+	36, // 3: edge.v1.SandboxStatus.state:type_name -> opendsec.v1.State
+	35, // 4: edge.v1.SandboxStatus.started_at:type_name -> google.protobuf.Timestamp
+	37, // 5: edge.v1.SandboxStatus.end:type_name -> opendsec.v1.End
+	35, // 6: edge.v1.SandboxStatus.paused_at:type_name -> google.protobuf.Timestamp
+	38, // 7: edge.v1.SandboxStatus.paused_for:type_name -> google.protobuf.Duration
 	2,  // 8: edge.v1.PauseSandboxResponse.status:type_name -> edge.v1.SandboxStatus
 	2,  // 9: edge.v1.ResumeSandboxResponse.status:type_name -> edge.v1.SandboxStatus
 	0,  // 10: edge.v1.ForkSandboxRequest.children:type_name -> edge.v1.CreateSandboxRequest
 	9,  // 11: edge.v1.ForkSandboxResponse.results:type_name -> edge.v1.ForkResult
 	2,  // 12: edge.v1.ForkResult.status:type_name -> edge.v1.SandboxStatus
-	37, // 13: edge.v1.ForkResult.error:type_name -> opendsec.v1.ErrorInfo
-	38, // 14: edge.v1.SnapshotSandboxResponse.image:type_name -> opendsec.v1.Image
-	35, // 15: edge.v1.DestroySandboxRequest.end:type_name -> opendsec.v1.End
+	39, // 13: edge.v1.ForkResult.error:type_name -> opendsec.v1.ErrorInfo
+	40, // 14: edge.v1.SnapshotSandboxResponse.image:type_name -> opendsec.v1.Image
+	37, // 15: edge.v1.DestroySandboxRequest.end:type_name -> opendsec.v1.End
 	2,  // 16: edge.v1.DestroySandboxResponse.status:type_name -> edge.v1.SandboxStatus
-	36, // 17: edge.v1.SetDeadlinesRequest.ttl_running_stop:type_name -> google.protobuf.Duration
-	36, // 18: edge.v1.SetDeadlinesRequest.ttl_lifetime:type_name -> google.protobuf.Duration
-	39, // 19: edge.v1.GetMetricsResponse.metrics:type_name -> opendsec.v1.Metrics
-	22, // 20: edge.v1.WatchResponse.node:type_name -> edge.v1.NodeReport
-	2,  // 21: edge.v1.WatchResponse.sandboxes:type_name -> edge.v1.SandboxStatus
-	40, // 22: edge.v1.NodeReport.backends:type_name -> opendsec.v1.NodeBackend
-	41, // 23: edge.v1.NodeReport.capacity:type_name -> opendsec.v1.Resources
-	42, // 24: edge.v1.ImportImageRequest.request:type_name -> opendsec.v1.ImportImageRequest
-	43, // 25: edge.v1.BootstrapImageRequest.request:type_name -> opendsec.v1.BootstrapImageRequest
-	44, // 26: edge.v1.ImportImageResponse.progress:type_name -> opendsec.v1.ImportImageResponse
-	45, // 27: edge.v1.FindLeaksResponse.leaks:type_name -> opendsec.v1.Leak
-	0,  // 28: edge.v1.Edge.CreateSandbox:input_type -> edge.v1.CreateSandboxRequest
-	12, // 29: edge.v1.Edge.DestroySandbox:input_type -> edge.v1.DestroySandboxRequest
-	14, // 30: edge.v1.Edge.SetDeadlines:input_type -> edge.v1.SetDeadlinesRequest
-	16, // 31: edge.v1.Edge.Touch:input_type -> edge.v1.TouchRequest
-	18, // 32: edge.v1.Edge.GetMetrics:input_type -> edge.v1.GetMetricsRequest
-	20, // 33: edge.v1.Edge.Watch:input_type -> edge.v1.WatchRequest
-	23, // 34: edge.v1.Edge.ForgetEnded:input_type -> edge.v1.ForgetEndedRequest
-	25, // 35: edge.v1.Edge.ImportImage:input_type -> edge.v1.ImportImageRequest
-	26, // 36: edge.v1.Edge.BootstrapImage:input_type -> edge.v1.BootstrapImageRequest
-	3,  // 37: edge.v1.Edge.PauseSandbox:input_type -> edge.v1.PauseSandboxRequest
-	5,  // 38: edge.v1.Edge.ResumeSandbox:input_type -> edge.v1.ResumeSandboxRequest
-	7,  // 39: edge.v1.Edge.ForkSandbox:input_type -> edge.v1.ForkSandboxRequest
-	10, // 40: edge.v1.Edge.SnapshotSandbox:input_type -> edge.v1.SnapshotSandboxRequest
-	28, // 41: edge.v1.Edge.DeleteImage:input_type -> edge.v1.DeleteImageRequest
-	30, // 42: edge.v1.Edge.FindLeaks:input_type -> edge.v1.FindLeaksRequest
-	1,  // 43: edge.v1.Edge.CreateSandbox:output_type -> edge.v1.CreateSandboxResponse
-	13, // 44: edge.v1.Edge.DestroySandbox:output_type -> edge.v1.DestroySandboxResponse
-	15, // 45: edge.v1.Edge.SetDeadlines:output_type -> edge.v1.SetDeadlinesResponse
-	17, // 46: edge.v1.Edge.Touch:output_type -> edge.v1.TouchResponse
-	19, // 47: edge.v1.Edge.GetMetrics:output_type -> edge.v1.GetMetricsResponse
-	21, // 48: edge.v1.Edge.Watch:output_type -> edge.v1.WatchResponse
-	24, // 49: edge.v1.Edge.ForgetEnded:output_type -> edge.v1.ForgetEndedResponse
-	27, // 50: edge.v1.Edge.ImportImage:output_type -> edge.v1.ImportImageResponse
-	27, // 51: edge.v1.Edge.BootstrapImage:output_type -> edge.v1.ImportImageResponse
-	4,  // 52: edge.v1.Edge.PauseSandbox:output_type -> edge.v1.PauseSandboxResponse
-	6,  // 53: edge.v1.Edge.ResumeSandbox:output_type -> edge.v1.ResumeSandboxResponse
-	8,  // 54: edge.v1.Edge.ForkSandbox:output_type -> edge.v1.ForkSandboxResponse
-	11, // 55: edge.v1.Edge.SnapshotSandbox:output_type -> edge.v1.SnapshotSandboxResponse
-	29, // 56: edge.v1.Edge.DeleteImage:output_type -> edge.v1.DeleteImageResponse
-	31, // 57: edge.v1.Edge.FindLeaks:output_type -> edge.v1.FindLeaksResponse
-	43, // [43:58] is the sub-list for method output_type
-	28, // [28:43] is the sub-list for method input_type
-	28, // [28:28] is the sub-list for extension type_name
-	28, // [28:28] is the sub-list for extension extendee
-	0,  // [0:28] is the sub-list for field type_name
+	2,  // 17: edge.v1.GetSandboxResponse.status:type_name -> edge.v1.SandboxStatus
+	38, // 18: edge.v1.SetDeadlinesRequest.ttl_running_stop:type_name -> google.protobuf.Duration
+	38, // 19: edge.v1.SetDeadlinesRequest.ttl_lifetime:type_name -> google.protobuf.Duration
+	41, // 20: edge.v1.GetMetricsResponse.metrics:type_name -> opendsec.v1.Metrics
+	24, // 21: edge.v1.WatchResponse.node:type_name -> edge.v1.NodeReport
+	2,  // 22: edge.v1.WatchResponse.sandboxes:type_name -> edge.v1.SandboxStatus
+	42, // 23: edge.v1.NodeReport.backends:type_name -> opendsec.v1.NodeBackend
+	43, // 24: edge.v1.NodeReport.capacity:type_name -> opendsec.v1.Resources
+	44, // 25: edge.v1.ImportImageRequest.request:type_name -> opendsec.v1.ImportImageRequest
+	45, // 26: edge.v1.BootstrapImageRequest.request:type_name -> opendsec.v1.BootstrapImageRequest
+	46, // 27: edge.v1.ImportImageResponse.progress:type_name -> opendsec.v1.ImportImageResponse
+	47, // 28: edge.v1.FindLeaksResponse.leaks:type_name -> opendsec.v1.Leak
+	0,  // 29: edge.v1.Edge.CreateSandbox:input_type -> edge.v1.CreateSandboxRequest
+	12, // 30: edge.v1.Edge.DestroySandbox:input_type -> edge.v1.DestroySandboxRequest
+	14, // 31: edge.v1.Edge.GetSandbox:input_type -> edge.v1.GetSandboxRequest
+	16, // 32: edge.v1.Edge.SetDeadlines:input_type -> edge.v1.SetDeadlinesRequest
+	18, // 33: edge.v1.Edge.Touch:input_type -> edge.v1.TouchRequest
+	20, // 34: edge.v1.Edge.GetMetrics:input_type -> edge.v1.GetMetricsRequest
+	22, // 35: edge.v1.Edge.Watch:input_type -> edge.v1.WatchRequest
+	25, // 36: edge.v1.Edge.ForgetEnded:input_type -> edge.v1.ForgetEndedRequest
+	27, // 37: edge.v1.Edge.ImportImage:input_type -> edge.v1.ImportImageRequest
+	28, // 38: edge.v1.Edge.BootstrapImage:input_type -> edge.v1.BootstrapImageRequest
+	3,  // 39: edge.v1.Edge.PauseSandbox:input_type -> edge.v1.PauseSandboxRequest
+	5,  // 40: edge.v1.Edge.ResumeSandbox:input_type -> edge.v1.ResumeSandboxRequest
+	7,  // 41: edge.v1.Edge.ForkSandbox:input_type -> edge.v1.ForkSandboxRequest
+	10, // 42: edge.v1.Edge.SnapshotSandbox:input_type -> edge.v1.SnapshotSandboxRequest
+	30, // 43: edge.v1.Edge.DeleteImage:input_type -> edge.v1.DeleteImageRequest
+	32, // 44: edge.v1.Edge.FindLeaks:input_type -> edge.v1.FindLeaksRequest
+	1,  // 45: edge.v1.Edge.CreateSandbox:output_type -> edge.v1.CreateSandboxResponse
+	13, // 46: edge.v1.Edge.DestroySandbox:output_type -> edge.v1.DestroySandboxResponse
+	15, // 47: edge.v1.Edge.GetSandbox:output_type -> edge.v1.GetSandboxResponse
+	17, // 48: edge.v1.Edge.SetDeadlines:output_type -> edge.v1.SetDeadlinesResponse
+	19, // 49: edge.v1.Edge.Touch:output_type -> edge.v1.TouchResponse
+	21, // 50: edge.v1.Edge.GetMetrics:output_type -> edge.v1.GetMetricsResponse
+	23, // 51: edge.v1.Edge.Watch:output_type -> edge.v1.WatchResponse
+	26, // 52: edge.v1.Edge.ForgetEnded:output_type -> edge.v1.ForgetEndedResponse
+	29, // 53: edge.v1.Edge.ImportImage:output_type -> edge.v1.ImportImageResponse
+	29, // 54: edge.v1.Edge.BootstrapImage:output_type -> edge.v1.ImportImageResponse
+	4,  // 55: edge.v1.Edge.PauseSandbox:output_type -> edge.v1.PauseSandboxResponse
+	6,  // 56: edge.v1.Edge.ResumeSandbox:output_type -> edge.v1.ResumeSandboxResponse
+	8,  // 57: edge.v1.Edge.ForkSandbox:output_type -> edge.v1.ForkSandboxResponse
+	11, // 58: edge.v1.Edge.SnapshotSandbox:output_type -> edge.v1.SnapshotSandboxResponse
+	31, // 59: edge.v1.Edge.DeleteImage:output_type -> edge.v1.DeleteImageResponse
+	33, // 60: edge.v1.Edge.FindLeaks:output_type -> edge.v1.FindLeaksResponse
+	45, // [45:61] is the sub-list for method output_type
+	29, // [29:45] is the sub-list for method input_type
+	29, // [29:29] is the sub-list for extension type_name
+	29, // [29:29] is the sub-list for extension extendee
+	0,  // [0:29] is the sub-list for field type_name
 }
 
 func init() { file_edge_v1_edge_proto_init() }
@@ -1988,7 +2091,7 @@ func file_edge_v1_edge_proto_init() {
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_edge_v1_edge_proto_rawDesc), len(file_edge_v1_edge_proto_rawDesc)),
 			NumEnums:      0,
-			NumMessages:   32,
+			NumMessages:   34,
 			NumExtensions: 0,
 			NumServices:   1,
 		},

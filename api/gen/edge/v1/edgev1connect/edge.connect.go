@@ -40,6 +40,8 @@ const (
 	EdgeCreateSandboxProcedure = "/edge.v1.Edge/CreateSandbox"
 	// EdgeDestroySandboxProcedure is the fully-qualified name of the Edge's DestroySandbox RPC.
 	EdgeDestroySandboxProcedure = "/edge.v1.Edge/DestroySandbox"
+	// EdgeGetSandboxProcedure is the fully-qualified name of the Edge's GetSandbox RPC.
+	EdgeGetSandboxProcedure = "/edge.v1.Edge/GetSandbox"
 	// EdgeSetDeadlinesProcedure is the fully-qualified name of the Edge's SetDeadlines RPC.
 	EdgeSetDeadlinesProcedure = "/edge.v1.Edge/SetDeadlines"
 	// EdgeTouchProcedure is the fully-qualified name of the Edge's Touch RPC.
@@ -76,6 +78,8 @@ type EdgeClient interface {
 	// DestroySandbox ends a machine and removes all that belongs to it. One that
 	// is unknown is no error.
 	DestroySandbox(context.Context, *connect.Request[v1.DestroySandboxRequest]) (*connect.Response[v1.DestroySandboxResponse], error)
+	// GetSandbox says how a sandbox is now.
+	GetSandbox(context.Context, *connect.Request[v1.GetSandboxRequest]) (*connect.Response[v1.GetSandboxResponse], error)
 	// SetDeadlines replaces a sandbox's deadlines.
 	SetDeadlines(context.Context, *connect.Request[v1.SetDeadlinesRequest]) (*connect.Response[v1.SetDeadlinesResponse], error)
 	// Touch counts as a use of a sandbox.
@@ -128,6 +132,12 @@ func NewEdgeClient(httpClient connect.HTTPClient, baseURL string, opts ...connec
 			httpClient,
 			baseURL+EdgeDestroySandboxProcedure,
 			connect.WithSchema(edgeMethods.ByName("DestroySandbox")),
+			connect.WithClientOptions(opts...),
+		),
+		getSandbox: connect.NewClient[v1.GetSandboxRequest, v1.GetSandboxResponse](
+			httpClient,
+			baseURL+EdgeGetSandboxProcedure,
+			connect.WithSchema(edgeMethods.ByName("GetSandbox")),
 			connect.WithClientOptions(opts...),
 		),
 		setDeadlines: connect.NewClient[v1.SetDeadlinesRequest, v1.SetDeadlinesResponse](
@@ -215,6 +225,7 @@ func NewEdgeClient(httpClient connect.HTTPClient, baseURL string, opts ...connec
 type edgeClient struct {
 	createSandbox   *connect.Client[v1.CreateSandboxRequest, v1.CreateSandboxResponse]
 	destroySandbox  *connect.Client[v1.DestroySandboxRequest, v1.DestroySandboxResponse]
+	getSandbox      *connect.Client[v1.GetSandboxRequest, v1.GetSandboxResponse]
 	setDeadlines    *connect.Client[v1.SetDeadlinesRequest, v1.SetDeadlinesResponse]
 	touch           *connect.Client[v1.TouchRequest, v1.TouchResponse]
 	getMetrics      *connect.Client[v1.GetMetricsRequest, v1.GetMetricsResponse]
@@ -238,6 +249,11 @@ func (c *edgeClient) CreateSandbox(ctx context.Context, req *connect.Request[v1.
 // DestroySandbox calls edge.v1.Edge.DestroySandbox.
 func (c *edgeClient) DestroySandbox(ctx context.Context, req *connect.Request[v1.DestroySandboxRequest]) (*connect.Response[v1.DestroySandboxResponse], error) {
 	return c.destroySandbox.CallUnary(ctx, req)
+}
+
+// GetSandbox calls edge.v1.Edge.GetSandbox.
+func (c *edgeClient) GetSandbox(ctx context.Context, req *connect.Request[v1.GetSandboxRequest]) (*connect.Response[v1.GetSandboxResponse], error) {
+	return c.getSandbox.CallUnary(ctx, req)
 }
 
 // SetDeadlines calls edge.v1.Edge.SetDeadlines.
@@ -313,6 +329,8 @@ type EdgeHandler interface {
 	// DestroySandbox ends a machine and removes all that belongs to it. One that
 	// is unknown is no error.
 	DestroySandbox(context.Context, *connect.Request[v1.DestroySandboxRequest]) (*connect.Response[v1.DestroySandboxResponse], error)
+	// GetSandbox says how a sandbox is now.
+	GetSandbox(context.Context, *connect.Request[v1.GetSandboxRequest]) (*connect.Response[v1.GetSandboxResponse], error)
 	// SetDeadlines replaces a sandbox's deadlines.
 	SetDeadlines(context.Context, *connect.Request[v1.SetDeadlinesRequest]) (*connect.Response[v1.SetDeadlinesResponse], error)
 	// Touch counts as a use of a sandbox.
@@ -361,6 +379,12 @@ func NewEdgeHandler(svc EdgeHandler, opts ...connect.HandlerOption) (string, htt
 		EdgeDestroySandboxProcedure,
 		svc.DestroySandbox,
 		connect.WithSchema(edgeMethods.ByName("DestroySandbox")),
+		connect.WithHandlerOptions(opts...),
+	)
+	edgeGetSandboxHandler := connect.NewUnaryHandler(
+		EdgeGetSandboxProcedure,
+		svc.GetSandbox,
+		connect.WithSchema(edgeMethods.ByName("GetSandbox")),
 		connect.WithHandlerOptions(opts...),
 	)
 	edgeSetDeadlinesHandler := connect.NewUnaryHandler(
@@ -447,6 +471,8 @@ func NewEdgeHandler(svc EdgeHandler, opts ...connect.HandlerOption) (string, htt
 			edgeCreateSandboxHandler.ServeHTTP(w, r)
 		case EdgeDestroySandboxProcedure:
 			edgeDestroySandboxHandler.ServeHTTP(w, r)
+		case EdgeGetSandboxProcedure:
+			edgeGetSandboxHandler.ServeHTTP(w, r)
 		case EdgeSetDeadlinesProcedure:
 			edgeSetDeadlinesHandler.ServeHTTP(w, r)
 		case EdgeTouchProcedure:
@@ -488,6 +514,10 @@ func (UnimplementedEdgeHandler) CreateSandbox(context.Context, *connect.Request[
 
 func (UnimplementedEdgeHandler) DestroySandbox(context.Context, *connect.Request[v1.DestroySandboxRequest]) (*connect.Response[v1.DestroySandboxResponse], error) {
 	return nil, connect.NewError(connect.CodeUnimplemented, errors.New("edge.v1.Edge.DestroySandbox is not implemented"))
+}
+
+func (UnimplementedEdgeHandler) GetSandbox(context.Context, *connect.Request[v1.GetSandboxRequest]) (*connect.Response[v1.GetSandboxResponse], error) {
+	return nil, connect.NewError(connect.CodeUnimplemented, errors.New("edge.v1.Edge.GetSandbox is not implemented"))
 }
 
 func (UnimplementedEdgeHandler) SetDeadlines(context.Context, *connect.Request[v1.SetDeadlinesRequest]) (*connect.Response[v1.SetDeadlinesResponse], error) {
