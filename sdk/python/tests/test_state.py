@@ -197,6 +197,22 @@ def test_input_that_a_pause_cut_makes_no_result(server: Server, use: Any) -> Non
     use(work)
 
 
+def test_a_download_that_a_pause_cut_says_so(server: Server, use: Any, tmp_path: Path) -> None:
+    async def work(client: DSecClient, sb: Sandbox) -> None:
+        await sb.write_file("/x", b"x" * (16 << 20))
+
+        async def cut(done: int, total: int | None) -> None:
+            if sb.state is SandboxState.RUNNING:
+                await sb.pause()
+                server.break_after = 0
+
+        with pytest.raises(opendsec.ConnectionError, match="was paused meanwhile; resume it"):
+            await sb.download("/x", tmp_path / "x", progress=cut)
+        assert list(tmp_path.glob("*x*")) == []
+
+    use(work)
+
+
 def test_a_start_that_a_pause_cut(server: Server, use: Any) -> None:
     async def work(client: DSecClient, sb: Sandbox) -> None:
         inside = server.sandboxes[sb.id]

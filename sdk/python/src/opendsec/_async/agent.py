@@ -113,7 +113,7 @@ class Agent:
         return await self._why(self.conn.error(err))
 
     async def _why(self, err: DSecError) -> DSecError:
-        """Return err, or that the sandbox has ended if that is why it does not answer."""
+        """Return err, or that the sandbox has ended or is paused if that is why it does not answer."""
         if isinstance(err, UnauthenticatedError) and err.request_id is None:
             # The token was good, or the call had not got to the agent; it is the user it does not know.
             return invalid("user", err.message)
@@ -129,6 +129,11 @@ class Agent:
         record = answer.sandbox or sandbox_pb.Sandbox()
         if record.end is not None:
             return self._ended(record.end)
+        if record.state == sandbox_pb.State.PAUSED and "paused" not in err.message:
+            text = f"{err.message}: sandbox {self.id} was paused meanwhile; resume it and try again"
+            return ConnectionError(
+                text, request_id=err.request_id, domain=err.domain, retryable=err.retryable
+            )
         return err
 
     def _ended(self, record: sandbox_pb.End) -> SandboxEndedError:
