@@ -243,7 +243,7 @@ func (ps *processService) StreamInput(ctx context.Context, stream *connect.Clien
 			if p == nil {
 				return nil, connect.NewError(connect.CodeInvalidArgument, errors.New("the stream's first message must name the process"))
 			}
-			if err := ps.input(ctx, sel, p, e.Data.GetInput()); err != nil {
+			if err := ps.input(ctx, &process.SendInputRequest{Process: sel, Input: e.Data.GetInput()}, p); err != nil {
 				return nil, err
 			}
 		}
@@ -260,16 +260,16 @@ func (ps *processService) SendInput(ctx context.Context, req *connect.Request[pr
 	if err != nil {
 		return nil, err
 	}
-	if err := ps.input(ctx, req.Msg.GetProcess(), p, req.Msg.GetInput()); err != nil {
+	if err := ps.input(ctx, req.Msg, p); err != nil {
 		return nil, err
 	}
 	return connect.NewResponse(&process.SendInputResponse{}), nil
 }
 
-func (ps *processService) input(ctx context.Context, sel *process.ProcessSelector, p *proc.Process, in *process.ProcessInput) error {
-	switch i := in.GetInput().(type) {
+func (ps *processService) input(ctx context.Context, req *process.SendInputRequest, p *proc.Process) error {
+	switch i := req.GetInput().GetInput().(type) {
 	case *process.ProcessInput_Stdin:
-		return stdinError(sel, p.Write(ctx, i.Stdin))
+		return stdinError(req.GetProcess(), p.Write(ctx, req.GetPiece(), i.Stdin))
 	case *process.ProcessInput_Pty:
 		return connect.NewError(connect.CodeInvalidArgument, fmt.Errorf("process %d has no terminal; send stdin", p.PID))
 	}

@@ -433,6 +433,42 @@ func TestInput(t *testing.T) {
 	}
 }
 
+// A piece that was broken off in the middle and is sent again arrives once.
+func TestInputSentAgain(t *testing.T) {
+	r := start(t)
+	reads := filepath.Join(t.TempDir(), "reads")
+	stream, pid := background(t, r, shell("until [ -e "+reads+" ]; do sleep 0.01; done; sha256sum"))
+	var all, piece strings.Builder
+	for i := range 100_000 {
+		fmt.Fprintln(&piece, i)
+	}
+	send := func(ctx context.Context, name, s string) error {
+		return second(r.process().SendInput(ctx, connect.NewRequest(&process.SendInputRequest{Process: byPID(pid), Input: stdin(s), Piece: name})))
+	}
+	ctx, cancel := context.WithTimeout(t.Context(), 100*time.Millisecond)
+	defer cancel()
+	if err := send(ctx, "big", piece.String()); connect.CodeOf(err) != connect.CodeDeadlineExceeded {
+		t.Fatalf("a piece that nobody reads = %v, want deadline_exceeded", err)
+	}
+	if err := os.WriteFile(reads, nil, 0o600); err != nil {
+		t.Fatal(err)
+	}
+	for _, again := range []struct{ name, data string }{
+		{"big", piece.String()}, {"big", piece.String()}, {"small", "x"}, {"small", "x"}, {"", "y"}, {"", "y"},
+	} {
+		if err := send(t.Context(), again.name, again.data); err != nil {
+			t.Fatal(err)
+		}
+	}
+	if _, err := r.process().CloseStdin(t.Context(), connect.NewRequest(&process.CloseStdinRequest{Process: byPID(pid)})); err != nil {
+		t.Fatal(err)
+	}
+	all.WriteString(piece.String() + "xyy")
+	if out, _ := rest(t, stream); !strings.HasPrefix(out, fmt.Sprintf("%x", sha256.Sum256([]byte(all.String())))) {
+		t.Errorf("what arrived has the sum %q, which is not that of what was sent", out)
+	}
+}
+
 // A writer that waits for a process to read must end with its call, and with
 // the process, and must not leave the pipe unusable for the next.
 func TestInputThatNobodyReads(t *testing.T) {

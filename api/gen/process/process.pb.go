@@ -729,7 +729,11 @@ type SendInputRequest struct {
 	// Which process.
 	Process *ProcessSelector `protobuf:"bytes,1,opt,name=process,proto3" json:"process,omitempty"`
 	// What to write.
-	Input         *ProcessInput `protobuf:"bytes,2,opt,name=input,proto3" json:"input,omitempty"`
+	Input *ProcessInput `protobuf:"bytes,2,opt,name=input,proto3" json:"input,omitempty"`
+	// Names the piece, so that it can be sent again when no answer came: what the
+	// process has of a piece of this name is left out. The latest 1024 names of a
+	// process are known; empty for a piece that is never repeated.
+	Piece         string `protobuf:"bytes,100,opt,name=piece,proto3" json:"piece,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -776,6 +780,13 @@ func (x *SendInputRequest) GetInput() *ProcessInput {
 		return x.Input
 	}
 	return nil
+}
+
+func (x *SendInputRequest) GetPiece() string {
+	if x != nil {
+		return x.Piece
+	}
+	return ""
 }
 
 // SendInputResponse is empty.
@@ -1859,10 +1870,11 @@ const file_process_process_proto_rawDesc = "" +
 	"\rStartResponse\x12+\n" +
 	"\x05event\x18\x01 \x01(\v2\x15.process.ProcessEventR\x05event\">\n" +
 	"\x0fConnectResponse\x12+\n" +
-	"\x05event\x18\x01 \x01(\v2\x15.process.ProcessEventR\x05event\"s\n" +
+	"\x05event\x18\x01 \x01(\v2\x15.process.ProcessEventR\x05event\"\x89\x01\n" +
 	"\x10SendInputRequest\x122\n" +
 	"\aprocess\x18\x01 \x01(\v2\x18.process.ProcessSelectorR\aprocess\x12+\n" +
-	"\x05input\x18\x02 \x01(\v2\x15.process.ProcessInputR\x05input\"\x13\n" +
+	"\x05input\x18\x02 \x01(\v2\x15.process.ProcessInputR\x05input\x12\x14\n" +
+	"\x05piece\x18d \x01(\tR\x05piece\"\x13\n" +
 	"\x11SendInputResponse\"C\n" +
 	"\fProcessInput\x12\x16\n" +
 	"\x05stdin\x18\x01 \x01(\fH\x00R\x05stdin\x12\x12\n" +

@@ -56,6 +56,7 @@ type Process struct {
 
 	stdin     *os.File      // nil without
 	stdinLock chan struct{} // held while writing to or closing stdin
+	pieces    pieces        // guarded by stdinLock
 
 	mu       sync.Mutex // guards what follows
 	out      [2]output
@@ -149,8 +150,9 @@ func (p *Process) Expire() {
 }
 
 // Write writes to the process's standard input, all of it or with an error.
-// It waits as long as the process does not read.
-func (p *Process) Write(ctx context.Context, data []byte) error {
+// It waits as long as the process does not read. What was written of a piece of
+// the same name before is left out; a piece without a name is a new one.
+func (p *Process) Write(ctx context.Context, piece string, data []byte) error {
 	if p.stdin == nil {
 		return ErrNoStdin
 	}
@@ -162,7 +164,8 @@ func (p *Process) Write(ctx context.Context, data []byte) error {
 		return ctx.Err()
 	}
 	defer func() { <-p.stdinLock }()
-	if len(data) == 0 {
+	had := min(p.pieces.had(piece), len(data))
+	if had == len(data) {
 		return nil
 	}
 	fired := make(chan struct{})
@@ -170,7 +173,8 @@ func (p *Process) Write(ctx context.Context, data []byte) error {
 		defer close(fired)
 		p.stdin.SetWriteDeadline(time.Unix(1, 0))
 	})
-	_, err := p.stdin.Write(data)
+	n, err := p.stdin.Write(data[had:])
+	p.pieces.note(piece, had+n)
 	if !stop() {
 		<-fired
 		p.stdin.SetWriteDeadline(time.Time{})

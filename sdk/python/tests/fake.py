@@ -70,6 +70,7 @@ class Process:
         self.changed = asyncio.Condition()
         self.child: asyncio.subprocess.Process | None = None
         self.frozen: ConnectError | None = None  # why nothing is to be had from it
+        self.pieces: set[str] = set()  # of input, that it has had
         self.sent = self.followed = 0  # bytes that went to the one who runs it, and to those who found it
         self._left: float | None = None  # seconds of running
         self._timer: asyncio.TimerHandle | None = None
@@ -195,11 +196,11 @@ class Sandbox(process_connect.Process, filesystem_connect.Filesystem, agent_conn
         if request.process.cwd and not Path(request.process.cwd).is_dir():
             raise ConnectError(Code.INVALID_ARGUMENT, f"cwd '{request.process.cwd}' does not exist")
         process = Process()
+        self.held.clear()  # before anything is waited for: a pause may come
         if self.holds != "lost":
             await process.start(request, self.root, ctx.timeout_ms)
             self.processes[request.tag or str(process.pid)] = process
         if self.holds:
-            self.held.clear()
             await self.held.wait()
             raise _unanswered()
         event = process_pb.ProcessEvent
@@ -224,7 +225,9 @@ class Sandbox(process_connect.Process, filesystem_connect.Filesystem, agent_conn
         assert child.stdin is not None
         process = self.find(str(request.process.selector.value))  # type: ignore[union-attr]
         try:
-            child.stdin.write(request.input.input.value)
+            if request.piece not in process.pieces:
+                process.pieces.add(request.piece)
+                child.stdin.write(request.input.input.value)
             drained = asyncio.ensure_future(child.stdin.drain())
             async with process.changed:
                 while not drained.done() and process.frozen is None:

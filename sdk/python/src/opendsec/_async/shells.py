@@ -329,19 +329,34 @@ class BackgroundShell:
     async def write(self, data: str | bytes) -> None:
         """Write to its standard input.
 
+        If the sandbox is paused meanwhile it is waited for.
+
         Raises:
             NotFoundError: the command has ended.
-            WrongStateError: its standard input is closed, or the sandbox is paused (``state``).
-            ConnectionError: the connection broke, or the sandbox was paused in the middle; it is not
-                known how much arrived.
+            WrongStateError: its standard input is closed, or the sandbox is paused already (``state``).
+            ConnectionError: the connection broke, and it is not known how much arrived.
         """
         for content in _pieces(_input(data)):
             piece: Oneof[Literal["stdin"], bytes] = Oneof("stdin", content)
             request = process_pb.SendInputRequest(
-                process=_selector(self.id), input=process_pb.ProcessInput(input=piece)
+                process=_selector(self.id), input=process_pb.ProcessInput(input=piece), piece=token_hex(8)
             )
             # It waits as long as the command does not read.
-            await self._agent.call(self._agent.process.send_input, request, once=True, timeout_ms=0)
+            try:
+                await self._agent.call(self._agent.process.send_input, request, once=True, timeout_ms=0)
+            except ConnectionError:
+                await self._write_rest(request)
+
+    async def _write_rest(self, request: process_pb.SendInputRequest) -> None:
+        """Send a piece of input again; the sandbox leaves out what the command has of it."""
+        while True:
+            await self._agent.running()
+            try:
+                await self._agent.call(self._agent.process.send_input, request, timeout_ms=0)
+                return
+            except WrongStateError as err:
+                if err.state is not SandboxState.PAUSED:
+                    raise
 
     async def close_stdin(self) -> None:
         """End its standard input. May be repeated."""
@@ -393,7 +408,7 @@ class Shells:
             WrongStateError: the sandbox is paused (``state``); ``resume`` it first.
             SandboxEndedError: the sandbox ended, or had ended before.
             ConnectionError: the connection broke and the command's end is unknown, or it is unknown
-                how much of its ``stdin`` it got; a pause can be the cause of both.
+                how much of its ``stdin`` it got.
         """
         result = await self._run(cmd, timeout, cwd, env, user, stdin, on_stdout, on_stderr)
         return _checked(cmd, timeout, result.text(), check)
@@ -510,7 +525,6 @@ class _Feed:
         except (ConnectionError, SandboxEndedError) as err:
             # It is not known how much arrived; no result may come of that.
             self.error = err
-            await self._agent.running()  # it broke off because of a pause, maybe
             await self._shell.kill()
         except DSecError:
             return  # it ended, or closed its input itself

@@ -330,19 +330,34 @@ class BackgroundShell:
     def write(self, data: str | bytes) -> None:
         """Write to its standard input.
 
+        If the sandbox is paused meanwhile it is waited for.
+
         Raises:
             NotFoundError: the command has ended.
-            WrongStateError: its standard input is closed, or the sandbox is paused (``state``).
-            ConnectionError: the connection broke, or the sandbox was paused in the middle; it is not
-                known how much arrived.
+            WrongStateError: its standard input is closed, or the sandbox is paused already (``state``).
+            ConnectionError: the connection broke, and it is not known how much arrived.
         """
         for content in _pieces(_input(data)):
             piece: Oneof[Literal["stdin"], bytes] = Oneof("stdin", content)
             request = process_pb.SendInputRequest(
-                process=_selector(self.id), input=process_pb.ProcessInput(input=piece)
+                process=_selector(self.id), input=process_pb.ProcessInput(input=piece), piece=token_hex(8)
             )
             # It waits as long as the command does not read.
-            self._agent.call(self._agent.process.send_input, request, once=True, timeout_ms=0)
+            try:
+                self._agent.call(self._agent.process.send_input, request, once=True, timeout_ms=0)
+            except ConnectionError:
+                self._write_rest(request)
+
+    def _write_rest(self, request: process_pb.SendInputRequest) -> None:
+        """Send a piece of input again; the sandbox leaves out what the command has of it."""
+        while True:
+            self._agent.running()
+            try:
+                self._agent.call(self._agent.process.send_input, request, timeout_ms=0)
+                return
+            except WrongStateError as err:
+                if err.state is not SandboxState.PAUSED:
+                    raise
 
     def close_stdin(self) -> None:
         """End its standard input. May be repeated."""
@@ -394,7 +409,7 @@ class Shells:
             WrongStateError: the sandbox is paused (``state``); ``resume`` it first.
             SandboxEndedError: the sandbox ended, or had ended before.
             ConnectionError: the connection broke and the command's end is unknown, or it is unknown
-                how much of its ``stdin`` it got; a pause can be the cause of both.
+                how much of its ``stdin`` it got.
         """
         result = self._run(cmd, timeout, cwd, env, user, stdin, on_stdout, on_stderr)
         return _checked(cmd, timeout, result.text(), check)
@@ -511,7 +526,6 @@ class _Feed:
         except (ConnectionError, SandboxEndedError) as err:
             # It is not known how much arrived; no result may come of that.
             self.error = err
-            self._agent.running()  # it broke off because of a pause, maybe
             self._shell.kill()
         except DSecError:
             return  # it ended, or closed its input itself
