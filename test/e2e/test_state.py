@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
+import random
 import time
 
 import opendsec
@@ -68,6 +70,27 @@ def test_steps_6_to_8() -> None:
             await client.images.delete(image)
 
     asyncio.run(main())
+
+
+def test_input_over_pauses(backend: str) -> None:
+    """What a command is given arrives once, however often the sandbox is paused on its way."""
+
+    async def work(client: DSecClient) -> None:
+        async with await client.run_sandbox(small(backend)) as sb:
+            data = random.randbytes(6 << 20)
+            slow = "while head -c 262144 | sha256sum | grep -v e3b0c44298fc1c14; do sleep 0.05; done"
+            blocks = [data[at : at + 262144] for at in range(0, len(data), 262144)]
+            more = asyncio.Event()
+            running = asyncio.ensure_future(sb.run_shell(slow, stdin=data, on_stdout=lambda _: more.set()))
+            for _ in range(6):
+                await more.wait()  # it is at one of the pieces
+                more.clear()
+                await sb.pause()
+                await sb.resume()
+            got = (await running).stdout.split()[::2]
+            assert got == [hashlib.sha256(b).hexdigest() for b in blocks]
+
+    run(work)
 
 
 def test_pause_and_resume(backend: str) -> None:
