@@ -6,9 +6,9 @@ VERSION ?= $(shell git describe --tags --always --dirty 2>/dev/null || echo 0.0.
 PREFIX  ?= /usr/local
 BIN     := bin
 PROGRAMS := opendsec opendsec-apiserver opendsec-iam opendsec-watcher opendsec-edge opendsecctl opendsec-agent
-# gVisor compares this string between a sandbox and its restore; it names the module's version.
-GVISOR  := $(shell awk '$$1 == "gvisor.dev/gvisor" {print $$2}' go.mod)
-LDFLAGS := -s -w -X github.com/kernflux/opendsec/internal/daemon.Version=$(VERSION) -X main.version=$(VERSION) -X gvisor.dev/gvisor/runsc/version.version=$(GVISOR)
+LDFLAGS := -s -w -X github.com/kernflux/opendsec/internal/daemon.Version=$(VERSION) -X main.version=$(VERSION)
+# Builds the sentry with our changes of gVisor, and tells the version that snapshots carry.
+SENTRY  := go run ./internal/backend/gvisor/patch/build
 # A dynamically linked sentry dies in its chroot, so nothing here uses cgo.
 export CGO_ENABLED := 0
 
@@ -22,7 +22,8 @@ help: ## list the targets
 
 build: ## build all programs into bin/
 	@mkdir -p $(BIN)
-	go build -trimpath -ldflags '$(LDFLAGS)' -o $(BIN)/ $(addprefix ./cmd/,$(PROGRAMS) opendsec-sentry)
+	go build -trimpath -ldflags '$(LDFLAGS)' -o $(BIN)/ $(addprefix ./cmd/,$(PROGRAMS))
+	$(SENTRY) -o $(BIN)/opendsec-sentry -ldflags '-s -w'
 
 install: ## install the built programs below PREFIX
 	install -d $(PREFIX)/lib/opendsec $(PREFIX)/bin

@@ -15,6 +15,7 @@ import (
 	"time"
 
 	"github.com/kernflux/opendsec/internal/backend"
+	"github.com/kernflux/opendsec/internal/backend/gvisor/patch"
 	"github.com/kernflux/opendsec/internal/ctl"
 	"github.com/kernflux/opendsec/internal/image/imagetest"
 	"github.com/kernflux/opendsec/internal/program/install"
@@ -36,10 +37,14 @@ func buildAndRun(m *testing.M) int {
 	}
 	defer os.RemoveAll(dir)
 	programs = dir
-	build := exec.Command("go", "build", "-o", dir+"/", ".", "../opendsec-agent", "../opendsec-sentry")
+	build := exec.Command("go", "build", "-o", dir+"/", ".", "../opendsec-agent")
 	build.Env = append(os.Environ(), "CGO_ENABLED=0")
 	if out, err := build.CombinedOutput(); err != nil {
 		fmt.Fprintf(os.Stderr, "build: %v\n%s", err, out)
+		return 1
+	}
+	if err := patch.Build(filepath.Join(dir, "opendsec-sentry"), ""); err != nil {
+		fmt.Fprintln(os.Stderr, err)
 		return 1
 	}
 	return m.Run()

@@ -33,6 +33,7 @@ import (
 	"github.com/kernflux/opendsec/api/gen/process"
 	"github.com/kernflux/opendsec/internal/backend"
 	"github.com/kernflux/opendsec/internal/backend/builtin"
+	"github.com/kernflux/opendsec/internal/backend/gvisor/patch"
 	"github.com/kernflux/opendsec/internal/cgroup"
 	"github.com/kernflux/opendsec/internal/image"
 	"github.com/kernflux/opendsec/internal/image/imagetest"
@@ -142,12 +143,13 @@ func newRealNodeIn(t *testing.T, dir string) *realNode {
 		},
 	}}
 	n.client = edgev1connect.NewEdgeClient(n.http, n.url)
-	for name, pkg := range map[string]string{"agent": "opendsec-agent", "opendsec-sentry": "opendsec-sentry"} {
-		build := exec.Command("go", "build", "-trimpath", "-ldflags=-s -w", "-o", filepath.Join(dir, name), "github.com/kernflux/opendsec/cmd/"+pkg)
-		build.Env = append(os.Environ(), "CGO_ENABLED=0")
-		if out, err := build.CombinedOutput(); err != nil {
-			t.Fatalf("build %s: %v\n%s", pkg, err, out)
-		}
+	build := exec.Command("go", "build", "-trimpath", "-ldflags=-s -w", "-o", filepath.Join(dir, "agent"), "github.com/kernflux/opendsec/cmd/opendsec-agent")
+	build.Env = append(os.Environ(), "CGO_ENABLED=0")
+	if out, err := build.CombinedOutput(); err != nil {
+		t.Fatalf("build the agent: %v\n%s", err, out)
+	}
+	if err := patch.Build(filepath.Join(dir, "opendsec-sentry"), "-s -w"); err != nil {
+		t.Fatal(err)
 	}
 	store := n.store()
 	n.digest = importBusybox(t, store, dir)

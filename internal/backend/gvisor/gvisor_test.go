@@ -4,7 +4,6 @@ import (
 	"context"
 	"encoding/json"
 	"os"
-	"os/exec"
 	"path/filepath"
 	"testing"
 
@@ -12,6 +11,7 @@ import (
 
 	"github.com/kernflux/opendsec/internal/backend"
 	"github.com/kernflux/opendsec/internal/backend/backendtest"
+	"github.com/kernflux/opendsec/internal/backend/gvisor/patch"
 	"github.com/kernflux/opendsec/internal/netslot"
 )
 
@@ -28,11 +28,8 @@ func TestMain(m *testing.M) {
 			}
 			defer os.RemoveAll(dir)
 			path := filepath.Join(dir, "opendsec-sentry")
-			build := exec.Command("go", "build", "-trimpath", "-ldflags=-s -w", "-o", path, "github.com/kernflux/opendsec/cmd/opendsec-sentry")
-			build.Env = append(os.Environ(), "CGO_ENABLED=0")
-			build.Stdout, build.Stderr = os.Stderr, os.Stderr
-			if err := build.Run(); err != nil {
-				panic("build the sentry: " + err.Error())
+			if err := patch.Build(path, "-s -w"); err != nil {
+				panic(err)
 			}
 			os.Setenv(sentryVariable, path)
 		}
