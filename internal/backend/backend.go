@@ -135,9 +135,12 @@ type Exit struct {
 // Usage is what a machine uses, measured from outside.
 type Usage struct {
 	CPU         time.Duration // CPU time since its start
-	MemoryBytes int64         // with all that the machine needs around it
-	DiskBytes   int64         // of its writable layer
-	PIDs        int64         // host processes or threads
+	MemoryBytes int64         // with all that the machine needs around it, and without what it only maps of others
+	// SharedMemoryBytes is memory that the machine maps and has in common with
+	// others that were made of the same state. It is not in MemoryBytes.
+	SharedMemoryBytes int64
+	DiskBytes         int64 // of its writable layer
+	PIDs              int64 // host processes or threads
 }
 
 // Features says what a backend can do on this node.

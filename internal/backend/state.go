@@ -30,6 +30,12 @@ type Snapshotter interface {
 	Snapshot(ctx context.Context, o SnapshotOptions) (Snapshot, error)
 }
 
+// A Sharer is a Snapshotter whose live snapshots may leave memory where it is.
+type Sharer interface {
+	// Shares reports whether they do.
+	Shares() bool
+}
+
 // A Differ is an Instance whose changed files can be read.
 type Differ interface {
 	// Diff writes what was changed against the machine's image to w, as an
@@ -46,6 +52,10 @@ type SnapshotOptions struct {
 	// Memory says whether memory and processes are in it; else files only. A
 	// backend whose Features have no such snapshots is not asked for them.
 	Memory bool
+	// Live says that machines will be made of it soon, by this run, on this node
+	// and for the same project, and of no copy of it: they may share memory with
+	// the machine. Restorer.Withdraw ends that. It is of no meaning without Memory.
+	Live bool
 }
 
 // Snapshot is what a machine was at one moment. Its files are in a directory
@@ -80,4 +90,7 @@ type Restorer interface {
 	// Prepare says that machines of a snapshot with memory of a machine of this
 	// Config are likely to be wanted soon. It returns at once.
 	Prepare(cfg Config)
+	// Withdraw says that no more machines will be made of a live snapshot. Those
+	// that were made of it go on. It is done for every one before its files go.
+	Withdraw(s Snapshot)
 }

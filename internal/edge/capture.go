@@ -41,13 +41,16 @@ func (e *Edge) fork(ctx context.Context, b *box, children []journal.Entry, memor
 		if err != nil {
 			return nil, outOfDisk(err)
 		}
-		snap, err = e.take(ctx, b, dir, memory)
+		snap, err = e.take(ctx, b, backend.SnapshotOptions{Dir: dir, Memory: memory, Live: memory})
 		return nil, err
 	})
 	if err != nil {
 		return nil, fmt.Errorf("fork sandbox %s: %w", b.id, err)
 	}
 	defer func() {
+		if maker, ok := e.backends[snap.Backend].(backend.Restorer); ok && memory {
+			maker.Withdraw(snap)
+		}
 		if err := os.RemoveAll(snap.Dir); err != nil {
 			e.log.Error("cannot remove the state of a fork yet; it goes with its sandbox", "sandbox", b.id, "error", err)
 		}
@@ -96,32 +99,32 @@ func (b *box) token() string {
 
 // take writes the state of a box into a directory, which it removes when it
 // fails.
-func (e *Edge) take(ctx context.Context, b *box, dir string, memory bool) (snap backend.Snapshot, err error) {
+func (e *Edge) take(ctx context.Context, b *box, o backend.SnapshotOptions) (snap backend.Snapshot, err error) {
 	defer func() {
 		if err != nil {
-			err = outOfDisk(errors.Join(err, os.RemoveAll(dir)))
+			err = outOfDisk(errors.Join(err, os.RemoveAll(o.Dir)))
 		}
 	}()
 	b.mu.Lock()
 	saved := b.entry.Saved
 	b.mu.Unlock()
 	if saved != nil {
-		if !memory {
+		if !o.Memory {
 			return snap, noFiles(b.id)
 		}
 		snap = *saved
-		snap.Dir = dir
-		return snap, linkTree(saved.Dir, dir)
+		snap.Dir = o.Dir
+		return snap, linkTree(saved.Dir, o.Dir)
 	}
 	inst, err := b.measurable()
 	if err != nil {
 		return snap, err
 	}
-	if err := e.roomFor(ctx, inst, memory); err != nil {
+	if err := e.roomFor(ctx, inst, o); err != nil {
 		return snap, err
 	}
-	snap, err = inst.(backend.Snapshotter).Snapshot(ctx, backend.SnapshotOptions{Dir: dir, Memory: memory})
-	snap.Dir = dir
+	snap, err = inst.(backend.Snapshotter).Snapshot(ctx, o)
+	snap.Dir = o.Dir
 	return snap, err
 }
 
@@ -180,7 +183,7 @@ func (e *Edge) keepMemory(ctx context.Context, b *box) (art image.Artifact, err 
 	defer func() { err = errors.Join(err, draft.Abort()) }()
 	var snap backend.Snapshot
 	err = e.alone(context.WithoutCancel(ctx), b, func(ctx context.Context) (func(), error) {
-		snap, err = e.take(ctx, b, draft.Dir(), true)
+		snap, err = e.take(ctx, b, backend.SnapshotOptions{Dir: draft.Dir(), Memory: true})
 		return nil, err
 	})
 	if err != nil {
@@ -220,7 +223,7 @@ func (e *Edge) diff(ctx context.Context, b *box) (*os.File, error) {
 	if err != nil {
 		return nil, err
 	}
-	if err := e.roomFor(ctx, inst, false); err != nil {
+	if err := e.roomFor(ctx, inst, backend.SnapshotOptions{}); err != nil {
 		return nil, err
 	}
 	f, err := unnamed(e.journal.Dir(b.id))

@@ -205,6 +205,8 @@ func (w *world) CanRestore(s backend.Snapshot) error {
 
 func (w *world) Prepare(backend.Config) {}
 
+func (w *world) Withdraw(backend.Snapshot) {}
+
 // remember gives the machine the state that it begins with.
 func (m *machine) remember(from *backend.Snapshot) error {
 	data, err := os.ReadFile(filepath.Join(from.Dir, "state"))

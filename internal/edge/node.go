@@ -51,15 +51,17 @@ func (e *Edge) cores() int { return host.Cores() }
 func (e *Edge) lowDisk() error { return e.roomOnDisk(0) }
 
 // roomFor refuses to write a machine's state, its files and maybe its memory,
-// when the disk could run full of it.
-func (e *Edge) roomFor(ctx context.Context, inst backend.Instance, memory bool) error {
+// when the disk could run full of it. Memory that the machine shares is not
+// written.
+func (e *Edge) roomFor(ctx context.Context, inst backend.Instance, o backend.SnapshotOptions) error {
 	used, err := inst.Usage(ctx)
 	if err != nil {
 		return err
 	}
 	want := used.DiskBytes
-	if memory {
-		want += used.MemoryBytes
+	sharer, ok := inst.(backend.Sharer)
+	if shared := ok && o.Live && sharer.Shares(); o.Memory && !shared {
+		want += used.MemoryBytes + used.SharedMemoryBytes
 	}
 	return e.roomOnDisk(want)
 }

@@ -116,7 +116,7 @@ func (e *Edge) freeze(ctx context.Context, b *box, sp *spell) error {
 // from the first step, so that nothing happens that is not in the state. The
 // pause is done when the journal says so; the machine's removal comes after.
 func (e *Edge) putAway(ctx context.Context, b *box, sp *spell) (after func(), err error) {
-	if err := e.roomFor(ctx, sp.inst, true); err != nil {
+	if err := e.roomFor(ctx, sp.inst, backend.SnapshotOptions{Memory: true}); err != nil {
 		return nil, err
 	}
 	defer func() {

@@ -171,6 +171,9 @@ func (b *Backend) files() ([]string, error) {
 	}
 	var files []string
 	for _, e := range entries {
+		if strings.Contains(e.Name(), sharesSuffix) {
+			continue // they go with their sentry's end
+		}
 		if b.ours(e.Name()) || strings.HasPrefix(e.Name(), probePrefix) {
 			files = append(files, e.Name())
 		}
@@ -185,6 +188,9 @@ func (b *Backend) sweep() {
 	if err != nil {
 		b.log.Error("cannot look for what an earlier run left", "error", err)
 		return
+	}
+	if err := b.loadShares(); err != nil {
+		b.log.Error("cannot tell what memory machines share", "error", err)
 	}
 	var left []*sentry
 	for _, name := range files {
@@ -219,6 +225,24 @@ func (b *Backend) sweep() {
 			b.log.Error("cannot end what an earlier run held ready", "sentry", s.Name, "error", err)
 		}
 	}
+}
+
+// loadShares learns what sentries of an earlier run share.
+func (b *Backend) loadShares() error {
+	entries, err := os.ReadDir(b.opts.StateDir)
+	if errors.Is(err, os.ErrNotExist) {
+		return nil
+	}
+	if err != nil {
+		return err
+	}
+	var names []string
+	for _, e := range entries {
+		if b.ours(e.Name()) {
+			names = append(names, e.Name())
+		}
+	}
+	return b.shares.load(names)
 }
 
 // ours reports whether a name is that of a sentry of this edge.

@@ -84,6 +84,14 @@ type Backend struct {
 	// after their end, and the sandbox that each serves: "" when it is in the
 	// pool or on its way.
 	live map[string]sandbox.ID
+	// held has the sentries of machines, by name.
+	held map[string]*sentry
+
+	// shares says who shares memory with whom, tending holds one when there may
+	// be something to do for that.
+	shares    *shares
+	tending   chan struct{}
+	tendStart sync.Once
 }
 
 var (
@@ -95,6 +103,7 @@ var (
 	_ backend.Pauser      = (*instance)(nil)
 	_ backend.Snapshotter = (*instance)(nil)
 	_ backend.Differ      = (*instance)(nil)
+	_ backend.Sharer      = (*instance)(nil)
 )
 
 // New returns a backend. It starts nothing. With its first use it ends what a
@@ -113,7 +122,8 @@ func New(o Options) (*Backend, error) {
 	if err != nil {
 		return nil, fmt.Errorf("gvisor backend: configure the sentry: %w", err)
 	}
-	b := &Backend{log: o.Log, opts: o, conf: conf, work: newWorkers(), live: map[string]sandbox.ID{}}
+	b := &Backend{log: o.Log, opts: o, conf: conf, work: newWorkers(), live: map[string]sandbox.ID{},
+		held: map[string]*sentry{}, shares: newShares(o.StateDir), tending: make(chan struct{}, 1)}
 	b.pool = newPool(o.Log, o.Pool, b.prepare, b.dismiss, b.creating)
 	b.booted = newPool(o.Log, o.Pool, func(ctx context.Context, k key) (*sentry, error) { return b.lend(ctx, k, b.hold) }, b.dismiss, b.creating)
 	return b, nil
@@ -273,6 +283,9 @@ func (b *Backend) know(name string, id sandbox.ID) {
 func (b *Backend) discard(s *sentry) error {
 	err := s.destroy()
 	if err == nil {
+		err = b.shares.forget(s.Name)
+	}
+	if err == nil {
 		err = os.RemoveAll(b.record(s.Name)) // last: until then Audit needs it
 	}
 	if err != nil {
@@ -282,7 +295,14 @@ func (b *Backend) discard(s *sentry) error {
 	b.mu.Lock()
 	defer b.mu.Unlock()
 	delete(b.live, s.Name)
+	delete(b.held, s.Name)
+	b.poke()
 	return nil
+}
+
+// startTending has layers looked after from now on.
+func (b *Backend) startTending() {
+	b.tendStart.Do(func() { b.work.start(b.tend) })
 }
 
 // Forget ends what is held ready of an image, by its EROFS file, so that the
@@ -295,5 +315,6 @@ func (b *Backend) Forget(erofs string) {
 // Close ends the machines that are held ready.
 func (b *Backend) Close() error {
 	b.work.stop()
+	b.shares.close()
 	return errors.Join(b.pool.close(), b.booted.close(), cgroup.RemoveParent(b.opts.Prefix))
 }

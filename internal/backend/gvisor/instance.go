@@ -42,6 +42,9 @@ type handleData struct {
 
 func (b *Backend) newInstance(id sandbox.ID, s *sentry) *instance {
 	i := &instance{b: b, id: id, s: s, open: newConns()}
+	b.mu.Lock()
+	b.held[s.Name] = s
+	b.mu.Unlock()
 	go func() { // ends with the machine, or with this process
 		<-s.gone
 		i.open.end()
@@ -82,6 +85,9 @@ func (b *Backend) Recover(ctx context.Context, h backend.Handle) (backend.Instan
 		return nil, fmt.Errorf("recover gVisor machine %s: %w", d.ID, err)
 	}
 	b.know(d.Sentry.Name, d.ID)
+	if err := b.rediscover(d.Sentry); err != nil {
+		b.log.Warn("cannot tell what memory a machine shares", "sandbox", d.ID, "error", err)
+	}
 	paused, err := d.Sentry.wasPaused(ctx)
 	if err != nil {
 		return nil, fmt.Errorf("recover gVisor machine %s: %w", d.ID, err)
@@ -150,7 +156,23 @@ func (i *instance) Usage(ctx context.Context) (backend.Usage, error) {
 	if err != nil {
 		return backend.Usage{}, err
 	}
-	return backend.Usage{CPU: cpu, MemoryBytes: memory, DiskBytes: disk, PIDs: pids}, nil
+	return backend.Usage{CPU: cpu, MemoryBytes: memory, SharedMemoryBytes: i.shared(), DiskBytes: disk, PIDs: pids}, nil
+}
+
+// shared returns how much memory the machine maps that it has in common with
+// others.
+func (i *instance) shared() (bytes int64) {
+	if !i.s.layered() || len(i.b.shares.of(i.s.Name)) == 0 {
+		return 0
+	}
+	st, err := i.s.layerStat()
+	if err != nil {
+		i.b.log.Debug("cannot tell how much memory a machine shares", "sandbox", i.id, "error", err)
+	}
+	for _, l := range st.Layers {
+		bytes += l.Bytes
+	}
+	return bytes
 }
 
 // Destroy ends the machine. It does its work to the end whatever becomes of

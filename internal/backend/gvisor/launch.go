@@ -65,7 +65,7 @@ func (b *Backend) boot(ctx context.Context, k key, begin beginning) (_ *sentry, 
 		return nil, err
 	}
 	name := b.newName()
-	s := &sentry{Name: name, Prefix: b.opts.Prefix, Dir: filepath.Join(b.opts.StateDir, name)}
+	s := &sentry{Name: name, Prefix: b.opts.Prefix, Dir: filepath.Join(b.opts.StateDir, name), Version: b.sentryVersion()}
 	b.know(name, "")
 	defer func() {
 		if err != nil {

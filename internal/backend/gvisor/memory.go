@@ -43,7 +43,7 @@ func (s *sentry) lift() error {
 	if s.group == nil {
 		return nil
 	}
-	limit := sandbox.Limits{MemoryMB: lifted(hostMemoryMB(s.Limits.MemoryMB)), CPU: float64(runtime.NumCPU())}
+	limit := sandbox.Limits{MemoryMB: lifted(s.usualMB()), CPU: float64(runtime.NumCPU())}
 	err := s.group.SetLimits(limit)
 	if err != nil {
 		// With swap accounting the limit of both must be lifted before that of
@@ -126,12 +126,26 @@ func (s *sentry) lower() bool {
 	if s.room.users > 0 || s.group == nil {
 		return s.group == nil
 	}
-	usual := hostMemoryMB(s.Limits.MemoryMB)
+	usual := s.usualMB()
 	_, used, _, err := s.group.Usage()
 	if err != nil || used+slack > usual<<20 {
 		return false
 	}
 	return s.group.SetLimits(sandbox.Limits{MemoryMB: usual}) == nil
+}
+
+// usualMB is the usual limit of memory of the sentry's group, in MiB. Memory
+// that is frozen for others stays the group's after the machine has written to
+// it and has a copy: each time it was frozen that can be as much as it has.
+func (s *sentry) usualMB() int64 {
+	return hostMemoryMB(s.Limits.MemoryMB) + s.generations.Load()*s.Limits.MemoryMB
+}
+
+// resize puts the limit of memory to what it is usually, now or soon.
+func (b *Backend) resize(s *sentry) {
+	s.room.mu.Lock()
+	defer s.room.mu.Unlock()
+	b.settleLater(s, s.lower())
 }
 
 // workers are goroutines that end with the backend.

@@ -25,7 +25,7 @@ func (b *Backend) restored(ctx context.Context, k key, cfg backend.Config) (*sen
 	if err != nil {
 		return nil, err
 	}
-	if err := s.restore(ctx, *cfg.From); err != nil {
+	if err := b.restore(ctx, s, *cfg.From); err != nil {
 		return nil, errors.Join(fmt.Errorf("create gVisor machine of a snapshot: %w", err), s.crash(), b.dismiss(s))
 	}
 	s.Features = cfg.From.Stamp.CPUFeatures
@@ -63,14 +63,20 @@ func (s *sentry) network(ctx context.Context) error {
 
 // restore makes the sentry what a snapshot with memory was. Its limit on
 // processes inside comes with it.
-func (s *sentry) restore(ctx context.Context, from backend.Snapshot) error {
+func (b *Backend) restore(ctx context.Context, s *sentry, from backend.Snapshot) error {
 	files, err := openSnapshot(from)
 	if err != nil {
 		return err
 	}
+	s.making.Store(true)
+	defer s.making.Store(false)
+	layers, files, err := b.layersOf(s, from, files)
 	defer closeAll(files)
+	if err != nil {
+		return err
+	}
 	err = s.talk(ctx, func(c *urpc.Client) error {
-		args := boot.RestoreOpts{HavePagesFile: true, FilePayload: urpc.FilePayload{Files: files}}
+		args := layerRestoreArgs{HavePagesFile: true, Layers: layers, FilePayload: urpc.FilePayload{Files: files}}
 		return c.Call(boot.ContMgrRestore, &args, nil)
 	})
 	if err == nil {

@@ -10,6 +10,8 @@ import (
 	"path/filepath"
 	"strconv"
 	"strings"
+	"sync"
+	"sync/atomic"
 
 	"golang.org/x/sys/unix"
 
@@ -33,6 +35,18 @@ type sentry struct {
 	// Features are those of the CPU that its memory was made on, when that came
 	// from a snapshot; nil for this host's.
 	Features []string `json:"features,omitempty"`
+
+	// Version is what its binary called itself when it was started.
+	Version string `json:"version,omitempty"`
+
+	// freezing is held while its memory is frozen, until somebody uses it, and
+	// when it is thawed. frozen are the names of frozen memory, under freezing,
+	// and generations their number.
+	freezing    sync.Mutex
+	frozen      []string
+	generations atomic.Int64
+	ending      atomic.Bool // it has been killed
+	making      atomic.Bool // it is being restored: it does not know yet what it maps
 
 	Slot backend.Slot `json:"slot"` // its network
 	lent bool         // the slot is not a sandbox's yet
@@ -142,6 +156,7 @@ func (s *sentry) wait(ctx context.Context) error {
 
 // kill ends the process with SIGKILL; the sandbox's processes go with it.
 func (s *sentry) kill() error {
+	s.ending.Store(true)
 	if s.pidfd == nil {
 		return nil
 	}

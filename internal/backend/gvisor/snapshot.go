@@ -8,6 +8,7 @@ import (
 	"io"
 	"os"
 	"path/filepath"
+	"slices"
 	"strings"
 
 	"golang.org/x/sys/unix"
@@ -40,6 +41,22 @@ var (
 // begins with it finds all of it, and nothing else.
 type layout struct {
 	Files []string `json:"files"`
+	// Layer names the private memory when that is not in the pages: in the file
+	// packedMemory, or if Live in the machine that it was taken of.
+	Layer string `json:"layer,omitempty"`
+	Live  bool   `json:"live,omitempty"`
+}
+
+// packedMemory is the file with a machine's private memory, which machines that
+// are made of the snapshot map.
+const packedMemory = "memory.img"
+
+// layoutOf reads a snapshot's layout.
+func layoutOf(s backend.Snapshot) (l layout, err error) {
+	if err := json.Unmarshal(s.Data, &l); err != nil {
+		return l, fmt.Errorf("read what the snapshot in %s consists of: %w", s.Dir, err)
+	}
+	return l, nil
 }
 
 // open opens a snapshot's files, in the sentry's order.
@@ -48,9 +65,12 @@ func openSnapshot(s backend.Snapshot) ([]*os.File, error) {
 	if s.Memory {
 		want = memoryFiles
 	}
-	var l layout
-	if err := json.Unmarshal(s.Data, &l); err != nil {
-		return nil, fmt.Errorf("read what the snapshot in %s consists of: %w", s.Dir, err)
+	l, err := layoutOf(s)
+	if err != nil {
+		return nil, err
+	}
+	if l.Layer != "" && !l.Live {
+		want = append(slices.Clone(want), packedMemory)
 	}
 	if strings.Join(l.Files, "/") != strings.Join(want, "/") {
 		return nil, fmt.Errorf("the snapshot in %s consists of %q; want %q", s.Dir, l.Files, want)
@@ -82,11 +102,8 @@ func (i *instance) Snapshot(ctx context.Context, o backend.SnapshotOptions) (_ b
 	if err := errors.Join(ctx.Err(), i.alive()); err != nil {
 		return backend.Snapshot{}, err
 	}
-	names, save := layerFiles, i.s.saveLayer
-	if o.Memory {
-		names, save = memoryFiles, i.s.saveMemory
-	}
-	files, err := createFiles(o.Dir, names)
+	how := i.method(o)
+	files, err := createFiles(o.Dir, how.names)
 	defer closeAll(files)
 	defer func() {
 		if err != nil {
@@ -99,13 +116,43 @@ func (i *instance) Snapshot(ctx context.Context, o backend.SnapshotOptions) (_ b
 	if err != nil {
 		return backend.Snapshot{}, err
 	}
-	if err := i.write(save, files); err != nil {
+	l, err := how.write(files)
+	if err != nil {
 		return backend.Snapshot{}, err
 	}
-	if err := ctx.Err(); err != nil {
+	snap, err := i.describe(o, l, files)
+	if err == nil {
+		err = ctx.Err()
+	}
+	if err != nil {
+		i.b.withdraw(l)
 		return backend.Snapshot{}, err
 	}
-	return i.describe(o, names, files)
+	return snap, nil
+}
+
+// method is a way to write a machine down.
+type method struct {
+	names []string
+	write func([]*os.File) (layout, error)
+}
+
+// method returns how to write down what is asked for.
+func (i *instance) method(o backend.SnapshotOptions) method {
+	plain := func(names []string, save func([]*os.File) error) method {
+		return method{names, func(files []*os.File) (layout, error) {
+			return layout{Files: names}, i.write(save, files)
+		}}
+	}
+	switch {
+	case !o.Memory:
+		return plain(layerFiles, i.s.saveLayer)
+	case !i.s.layered():
+		return plain(memoryFiles, i.s.saveMemory)
+	case o.Live:
+		return method{memoryFiles, i.writeLive}
+	}
+	return method{append(slices.Clone(memoryFiles), packedMemory), i.writePacked}
 }
 
 // write has the sentry write, with memory and CPU to do it.
@@ -118,16 +165,16 @@ func (i *instance) write(save func([]*os.File) error, files []*os.File) error {
 }
 
 // describe returns what a snapshot in files is.
-func (i *instance) describe(o backend.SnapshotOptions, names []string, files []*os.File) (backend.Snapshot, error) {
+func (i *instance) describe(o backend.SnapshotOptions, l layout, files []*os.File) (backend.Snapshot, error) {
 	s := backend.Snapshot{Backend: sandbox.GVisor, Dir: o.Dir, Memory: o.Memory, Limits: i.s.Limits}
 	for _, f := range files {
-		info, err := f.Stat()
+		size, err := sizeOf(f)
 		if err != nil {
 			return backend.Snapshot{}, err
 		}
-		s.Size += info.Size()
+		s.Size += size
 	}
-	data, err := json.Marshal(layout{Files: names})
+	data, err := json.Marshal(l)
 	if err != nil {
 		return backend.Snapshot{}, err
 	}
@@ -139,6 +186,23 @@ func (i *instance) describe(o backend.SnapshotOptions, names []string, files []*
 		}
 	}
 	return s, nil
+}
+
+// sizeOf returns how much of a file is not a hole, in bytes.
+func sizeOf(f *os.File) (size int64, err error) {
+	for at := int64(0); ; {
+		start, err := unix.Seek(int(f.Fd()), at, unix.SEEK_DATA)
+		if errors.Is(err, unix.ENXIO) {
+			return size, nil
+		}
+		if err != nil {
+			return 0, fmt.Errorf("measure %s: %w", f.Name(), err)
+		}
+		if at, err = unix.Seek(int(f.Fd()), start, unix.SEEK_HOLE); err != nil {
+			return 0, fmt.Errorf("measure %s: %w", f.Name(), err)
+		}
+		size += at - start
+	}
 }
 
 // writtenBy returns the version of the sentry that wrote a snapshot's first
@@ -171,6 +235,20 @@ func createFiles(dir string, names []string) ([]*os.File, error) {
 // goes on. The kernel's objects go through memory: a sentry that fails keeps
 // their file open for a while, and so does nothing on the disk.
 func (s *sentry) saveMemory(files []*os.File) error {
+	return s.saveState(files, func(payload []*os.File) error {
+		return told(s.call(boot.ContMgrCheckpoint, &control.SaveOpts{
+			// Not compressed, which takes longer than to write.
+			Metadata:      statefile.CompressionLevelNone.ToMetadata(),
+			HavePagesFile: true,
+			Resume:        true,
+			FilePayload:   urpc.FilePayload{Files: payload},
+		}, nil))
+	})
+}
+
+// saveState calls save with files for state and pages. The first is in memory
+// and copied when save has ended.
+func (s *sentry) saveState(files []*os.File, save func(payload []*os.File) error) error {
 	state, err := memoryFile("state")
 	if err != nil {
 		return err
@@ -179,14 +257,7 @@ func (s *sentry) saveMemory(files []*os.File) error {
 		state.Truncate(0) // the sentry may have it open
 		state.Close()
 	}()
-	err = told(s.call(boot.ContMgrCheckpoint, &control.SaveOpts{
-		// Not compressed, which takes longer than to write.
-		Metadata:      statefile.CompressionLevelNone.ToMetadata(),
-		HavePagesFile: true,
-		Resume:        true,
-		FilePayload:   urpc.FilePayload{Files: append([]*os.File{state}, files[1:]...)},
-	}, nil))
-	if err != nil {
+	if err := save(append([]*os.File{state}, files[1:]...)); err != nil {
 		return err
 	}
 	if _, err := state.Seek(0, io.SeekStart); err != nil {

@@ -89,6 +89,16 @@ func (v *runtimeVersion) get(path string) (string, error) {
 	return said, nil
 }
 
+// sentryVersion returns the version of sentries that are started now, "" when
+// it cannot be told.
+func (b *Backend) sentryVersion() string {
+	said, err := b.version.get(b.opts.SentryPath)
+	if err != nil {
+		b.log.Warn("cannot tell the version of the sentry: machines will not share memory", "error", err)
+	}
+	return said
+}
+
 // CanRestore returns why a snapshot cannot be started on this node.
 func (b *Backend) CanRestore(s backend.Snapshot) error {
 	if s.Backend != sandbox.GVisor {

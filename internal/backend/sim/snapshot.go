@@ -211,6 +211,9 @@ func (b *Backend) CanRestore(s backend.Snapshot) error {
 // Prepare has nothing to do.
 func (b *Backend) Prepare(backend.Config) {}
 
+// Withdraw does nothing: simulated machines share nothing.
+func (b *Backend) Withdraw(backend.Snapshot) {}
+
 // unpackSnapshot makes the file system of a machine of a snapshot, and returns
 // what it has in its memory, which is nothing for one of files only.
 func unpackSnapshot(ctx context.Context, s backend.Snapshot, r record) (memory, error) {

@@ -1,0 +1,166 @@
+package gvisor
+
+import (
+	"crypto/rand"
+	"errors"
+	"fmt"
+	"os"
+	"strings"
+
+	"github.com/kernflux/opendsec/internal/backend"
+)
+
+// newLayer returns a name for memory that is about to be frozen.
+func newLayer() string { return strings.ToLower(rand.Text()) }
+
+// writeLive writes the machine down but for its private memory, which machines
+// that are made of the snapshot map as it is.
+func (i *instance) writeLive(files []*os.File) (layout, error) {
+	i.b.startTending()
+	name := newLayer()
+	i.s.freezing.Lock()
+	defer i.s.freezing.Unlock()
+	var saved *layerSaved
+	err := i.write(func(files []*os.File) (err error) {
+		saved, err = i.s.saveLayered(files, layerName{ID: name})
+		if err == nil {
+			i.s.froze(name)
+		}
+		return err
+	}, files)
+	if err != nil {
+		if saved != nil {
+			closeAll(saved.Files)
+			i.b.poke()
+		}
+		return layout{}, err
+	}
+	uses := []use{{ID: name, Source: i.s.Name}}
+	have := i.b.shares.of(i.s.Name)
+	for _, id := range saved.Layers {
+		u := use{ID: id}
+		for _, h := range have {
+			if h.ID == id {
+				u = h
+			}
+		}
+		uses = append(uses, u)
+	}
+	i.b.shares.offer(offer{uses, saved.Files})
+	return layout{Files: memoryFiles, Layer: name, Live: true}, nil
+}
+
+// writePacked writes the machine down with its private memory in a file of its
+// own. A machine that ran goes on while that is written.
+func (i *instance) writePacked(files []*os.File) (layout, error) {
+	i.b.startTending()
+	name := newLayer()
+	i.s.freezing.Lock()
+	defer i.s.freezing.Unlock()
+	last := len(files) - 1
+	var saved *layerSaved
+	err := i.write(func(files []*os.File) (err error) {
+		saved, err = i.s.saveLayered(files, layerName{ID: name, Packed: true})
+		if err == nil {
+			i.s.froze(name)
+		}
+		return err
+	}, files[:last])
+	if saved == nil {
+		return layout{}, err
+	}
+	defer closeAll(saved.Files)
+	if err == nil {
+		_, err = packMemory(files[last], saved)
+	}
+	if terr := i.s.thaw(name); terr == nil {
+		i.s.thawed(name)
+		i.b.resize(i.s)
+	} else if err == nil {
+		err = terr
+	}
+	if err != nil {
+		return layout{}, err
+	}
+	return layout{Files: append(append([]string(nil), memoryFiles...), packedMemory), Layer: name}, nil
+}
+
+// Shares reports whether live snapshots leave memory where it is.
+func (i *instance) Shares() bool { return i.s.layered() }
+
+// froze and thawed note which of the sentry's memory is frozen. s.freezing is
+// held.
+func (s *sentry) froze(id string) {
+	s.frozen = append(s.frozen, id)
+	s.generations.Store(int64(len(s.frozen)))
+}
+
+func (s *sentry) thawed(id string) {
+	for n, f := range s.frozen {
+		if f == id {
+			s.frozen = append(s.frozen[:n], s.frozen[n+1:]...)
+			break
+		}
+	}
+	s.generations.Store(int64(len(s.frozen)))
+}
+
+// Withdraw says that no more machines will be made of a live snapshot.
+func (b *Backend) Withdraw(s backend.Snapshot) {
+	if l, err := layoutOf(s); err == nil {
+		b.withdraw(l)
+	}
+}
+
+// withdraw forgets a snapshot if it is a live one.
+func (b *Backend) withdraw(l layout) {
+	if l.Live {
+		b.shares.withdraw(l.Layer)
+		b.poke()
+	}
+}
+
+// layersOf returns the layers that a machine of a snapshot maps, and their
+// files, which are to be closed. It records that the sentry maps them. The
+// snapshot's own files come with the last of them being memory if it is packed.
+func (b *Backend) layersOf(s *sentry, from backend.Snapshot, files []*os.File) (ids []string, all []*os.File, err error) {
+	l, err := layoutOf(from)
+	if err != nil || l.Layer == "" {
+		return nil, files, err
+	}
+	if !s.layered() {
+		return nil, files, errors.New("the sentry cannot map memory of a snapshot: it was built without the changes of gVisor that belong to this program")
+	}
+	b.startTending()
+	if !l.Live {
+		return []string{l.Layer}, files, b.shares.set(s.Name, []use{{ID: l.Layer}})
+	}
+	uses, memory, err := b.shares.take(l.Layer, s.Name)
+	if err != nil {
+		return nil, files, err
+	}
+	for _, u := range uses {
+		ids = append(ids, u.ID)
+	}
+	return ids, append(files, memory...), nil
+}
+
+// rediscover learns what of a sentry's memory is frozen, after a restart.
+func (b *Backend) rediscover(s *sentry) error {
+	if !s.layered() {
+		return nil
+	}
+	s.freezing.Lock()
+	defer s.freezing.Unlock()
+	st, err := s.layerStat()
+	if err != nil {
+		return fmt.Errorf("ask for shared memory: %w", err)
+	}
+	s.frozen = st.Frozen
+	s.generations.Store(int64(len(s.frozen)))
+	if len(st.Frozen)+len(st.Layers) > 0 {
+		b.startTending()
+		b.poke()
+	}
+	return nil
+}
