@@ -15,7 +15,7 @@ export CGO_ENABLED := 0
 VENV   := .venv
 PYTHON := $(VENV)/bin/python
 
-.PHONY: help build gen gen-check lint test test-python bench install clean
+.PHONY: help build gen gen-check lint test test-python soak bench install clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -50,6 +50,9 @@ lint: tools ## vet, staticcheck, ruff, mypy
 
 test: ## install what the tests need, then run all of them (as root)
 	deploy/test.sh
+
+soak: ## an hour of random forks, writes, snapshots and ends of up to eight machines (as root)
+	OPENDSEC_TEST_SOAK=1h go test -timeout 2h -count=1 -v -run TestRandomForks ./internal/backend/gvisor
 
 bench: build ## measure against runsc and runc; prints a table and writes bench.json
 	deploy/bench.sh

@@ -28,7 +28,9 @@ skopeo skopeo
 umoci umoci
 make make
 curl curl
+cc gcc
 EOF
+[ -e /usr/include/stdio.h ] || missing+=(libc6-dev)
 ls /usr/lib/postgresql/*/bin/postgres >/dev/null 2>&1 || missing+=(postgresql)
 python3 -c 'import venv, ensurepip' 2>/dev/null || missing+=(python3-venv)
 if [ ${#missing[@]} -gt 0 ]; then

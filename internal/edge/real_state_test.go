@@ -384,3 +384,56 @@ func (n *realNode) free() int64 {
 	}
 	return free
 }
+
+// A tree of forks, of which the first generations end while the edge is killed
+// again and again: each leaf goes on with its own memory.
+func TestRealForksOutliveTheirSources(t *testing.T) {
+	n := newRealNode(t)
+	n.backend = sandbox.GVisor
+	root := n.counting()
+	inner := []sandbox.ID{root}
+	leaves := []sandbox.ID{root}
+	for generation := range 3 {
+		var next []sandbox.ID
+		for _, id := range leaves {
+			ids, err := n.fork(id, true, 2)
+			if err != nil {
+				t.Fatalf("generation %d: %v", generation, err)
+			}
+			next = append(next, ids...)
+			if generation == 1 {
+				n.kill9()
+				n.launch()
+			}
+		}
+		if generation > 0 {
+			inner = append(inner, leaves...)
+		}
+		leaves = next
+	}
+	last := make([]int, len(leaves))
+	for i, id := range leaves {
+		last[i] = n.checkCount(id, 0)
+	}
+	rand.Shuffle(len(inner), func(i, j int) { inner[i], inner[j] = inner[j], inner[i] })
+	for k, id := range inner {
+		n.kill(t, id)
+		if k%2 == 0 {
+			n.kill9()
+			n.launch()
+		}
+		for i, id := range leaves {
+			last[i] = n.checkCount(id, last[i])
+		}
+	}
+	// One is put away and comes back with memory of its own.
+	if _, err := n.pauseID(leaves[0]); err != nil {
+		t.Fatal(err)
+	}
+	n.mustResume(leaves[0])
+	again, err := n.fork(leaves[0], true, 1)
+	if err != nil {
+		t.Fatal(err)
+	}
+	n.checkCount(again[0], last[0])
+}

@@ -112,8 +112,8 @@ func (m *being) destroy() {
 
 // tend does at once what is done in the background.
 func (w *world) tend() {
-	w.b.tendOnce(make(chan struct{}))
-	w.b.tendOnce(make(chan struct{})) // what the first made possible
+	w.b.tendOnce(make(chan struct{}), true)
+	w.b.tendOnce(make(chan struct{}), true) // what the first made possible
 }
 
 // sums asks for all sums, by the area.

@@ -3,13 +3,16 @@ package gvisor
 import (
 	"fmt"
 	"os"
+	"slices"
 	"strconv"
+	"strings"
 
 	"golang.org/x/sys/unix"
 	"gvisor.dev/gvisor/pkg/sentry/control"
 	"gvisor.dev/gvisor/pkg/state/statefile"
 	"gvisor.dev/gvisor/pkg/urpc"
 
+	"github.com/kernflux/opendsec/internal/backend"
 	"github.com/kernflux/opendsec/internal/backend/gvisor/patch"
 )
 
@@ -20,7 +23,7 @@ const (
 	callLayerSave    = "containerManager.LayerSave"
 	callLayerRelease = "containerManager.LayerRelease"
 	callLayerStat    = "containerManager.LayerStat"
-	callLayerFiles   = "containerManager.LayerFiles"
+	callLayerFDs     = "containerManager.LayerFDs"
 	callLayerDetach  = "containerManager.LayerDetach"
 )
 
@@ -38,14 +41,17 @@ type layerName struct {
 
 // layerSaved says where the memory of a saved state is.
 type layerSaved struct {
-	urpc.FilePayload
-	Layers []string // of Files, but for the first
+	FDs    []int    // the sentry's descriptors of its own memory and of its layers
+	Layers []string // the latter
 	Pieces []piece
+
+	files []*os.File // the same files as ours, to be read only
+	inode uint64     // of the first
 }
 
 // piece is a part of a packed memory file.
 type piece struct {
-	File                  int // of layerSaved.Files
+	File                  int // of layerSaved.FDs
 	Source, Place, Length int64
 }
 
@@ -66,9 +72,9 @@ type layerUse struct {
 	Bytes  int64       // of them, without holes
 }
 
-// layersOpen are a sentry's layers and their files.
+// layersOpen are a sentry's layers and its descriptors of their files.
 type layersOpen struct {
-	urpc.FilePayload
+	FDs    []int
 	Layers []string
 }
 
@@ -98,30 +104,104 @@ func (s *sentry) saveLayered(files []*os.File, name layerName) (*layerSaved, err
 			Layer: name,
 		}, &saved))
 	})
-	if err == nil && (len(saved.Files) == 0 || len(saved.Layers) != len(saved.Files)-1) {
-		err = fmt.Errorf("the sentry gave %d files of memory for %d layers", len(saved.Files), len(saved.Layers))
-	}
-	for i, f := range saved.Files {
-		if err == nil {
-			saved.Files[i], err = readOnly(f)
-		}
-		f.Close()
+	if err == nil {
+		err = s.fetchMemory(&saved)
 	}
 	if err != nil {
-		closeAll(saved.Files) // again, of some
+		closeAll(saved.files)
 		return nil, err
 	}
 	return &saved, nil
 }
 
+// fetchMemory opens the files of a saved state's memory. What a sentry says is
+// looked at: one that was taken over must not pass another's memory off as its
+// own, nor have written to what it only maps.
+func (s *sentry) fetchMemory(saved *layerSaved) error {
+	if len(saved.FDs) == 0 || len(saved.Layers) != len(saved.FDs)-1 {
+		return fmt.Errorf("the sentry names %d files of memory for %d layers", len(saved.FDs), len(saved.Layers))
+	}
+	for i, fd := range saved.FDs {
+		theirs, err := s.descriptor(fd)
+		if err != nil {
+			return err
+		}
+		own, err := isMemory(theirs)
+		if err == nil && own != (i == 0) {
+			err = fmt.Errorf("the sentry can write to descriptor %d: %t; want %t", fd, own, i == 0)
+		}
+		if err == nil && i == 0 {
+			saved.inode, err = inode(theirs)
+		}
+		var f *os.File
+		if err == nil {
+			f, err = readOnly(theirs)
+		}
+		theirs.Close()
+		if err != nil {
+			return err
+		}
+		saved.files = append(saved.files, f)
+	}
+	return nil
+}
+
+// descriptor takes a descriptor of the sentry. It has it in common with the
+// sentry, and children do not inherit it.
+func (s *sentry) descriptor(number int) (*os.File, error) {
+	if s.pidfd == nil {
+		return nil, fmt.Errorf("take descriptor %d of sentry %s: %w", number, s.Name, backend.ErrGone)
+	}
+	raw, err := s.pidfd.SyscallConn()
+	if err != nil {
+		return nil, err
+	}
+	fd := -1
+	if cerr := raw.Control(func(pidfd uintptr) { fd, err = unix.PidfdGetfd(int(pidfd), number, 0) }); cerr != nil {
+		err = cerr
+	}
+	if err != nil {
+		return nil, fmt.Errorf("take descriptor %d of sentry %s: %w", number, s.Name, err)
+	}
+	return os.NewFile(uintptr(fd), "memory of "+s.Name), nil
+}
+
+// isMemory reports whether a file of memory can be written to: it is then the
+// sentry's own, and else a layer of it.
+func isMemory(f *os.File) (own bool, err error) {
+	flags, err := unix.FcntlInt(f.Fd(), unix.F_GETFL, 0)
+	if err != nil {
+		return false, err
+	}
+	info, err := f.Stat()
+	if err != nil {
+		return false, err
+	}
+	if !info.Mode().IsRegular() {
+		return false, fmt.Errorf("%s is no file of memory", f.Name())
+	}
+	return flags&unix.O_ACCMODE != unix.O_RDONLY, nil
+}
+
+func inode(f *os.File) (uint64, error) {
+	var st unix.Stat_t
+	if err := unix.Fstat(int(f.Fd()), &st); err != nil {
+		return 0, err
+	}
+	return st.Ino, nil
+}
+
 // readOnly opens a file again, for reading.
 func readOnly(f *os.File) (*os.File, error) {
-	fd, err := unix.Open("/proc/self/fd/"+strconv.Itoa(int(f.Fd())), unix.O_RDONLY|unix.O_CLOEXEC, 0)
+	fd, err := unix.Open(pathOf(f), unix.O_RDONLY|unix.O_CLOEXEC, 0)
 	if err != nil {
 		return nil, fmt.Errorf("open a sentry's memory for reading: %w", err)
 	}
 	return os.NewFile(uintptr(fd), f.Name()), nil
 }
+
+// pathOf is a path of an open file.
+func pathOf(f *os.File) string { return "/proc/self/fd/" + strconv.Itoa(int(f.Fd())) }
 
 // thaw ends that memory is frozen.
 func (s *sentry) thaw(id string) error {
@@ -135,14 +215,30 @@ func (s *sentry) layerStat() (layerStatus, error) {
 	return st, err
 }
 
-// layerFiles returns the files of the sentry's layers, which are to be closed.
-func (s *sentry) layerFiles() (*layersOpen, error) {
+// openLayer opens a layer's file, which is the memory of a sentry that has
+// ended, for writing. It must be the file of that inode.
+func (s *sentry) openLayer(id string, number uint64) (*os.File, error) {
 	var all layersOpen
-	if err := told(s.call(callLayerFiles, &struct{}{}, &all)); err != nil {
-		closeAll(all.Files)
+	if err := told(s.call(callLayerFDs, &struct{}{}, &all)); err != nil {
 		return nil, err
 	}
-	return &all, nil
+	i := slices.Index(all.Layers, id)
+	if i < 0 || i >= len(all.FDs) {
+		return nil, fmt.Errorf("sentry %s does not map the memory %s any more", s.Name, id)
+	}
+	theirs, err := s.descriptor(all.FDs[i])
+	if err != nil {
+		return nil, err
+	}
+	defer theirs.Close()
+	target, err := os.Readlink(pathOf(theirs))
+	if err != nil {
+		return nil, err
+	}
+	if is, err := inode(theirs); err != nil || is != number || !strings.HasPrefix(target, "/memfd:") {
+		return nil, fmt.Errorf("sentry %s passes %s, inode %d, off as memory of inode %d: %w", s.Name, target, is, number, err)
+	}
+	return os.OpenFile(pathOf(theirs), os.O_RDWR, 0)
 }
 
 // detach makes the sentry copy memory of layers, some bytes of it at least. It

@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"os"
+	"slices"
 	"strings"
 
 	"github.com/kernflux/opendsec/internal/backend"
@@ -30,23 +31,23 @@ func (i *instance) writeLive(files []*os.File) (layout, error) {
 	}, files)
 	if err != nil {
 		if saved != nil {
-			closeAll(saved.Files)
+			closeAll(saved.files)
 			i.b.poke()
 		}
 		return layout{}, err
 	}
-	uses := []use{{ID: name, Source: i.s.Name}}
+	uses := []use{{ID: name, Source: i.s.Name, Inode: saved.inode}}
 	have := i.b.shares.of(i.s.Name)
 	for _, id := range saved.Layers {
-		u := use{ID: id}
-		for _, h := range have {
-			if h.ID == id {
-				u = h
-			}
+		n := slices.IndexFunc(have, func(u use) bool { return u.ID == id })
+		if n < 0 {
+			closeAll(saved.files)
+			i.b.poke()
+			return layout{}, fmt.Errorf("the sentry says that it maps memory %s, which it was not given", id)
 		}
-		uses = append(uses, u)
+		uses = append(uses, have[n])
 	}
-	i.b.shares.offer(offer{uses, saved.Files})
+	i.b.shares.offer(offer{uses, saved.files})
 	return layout{Files: memoryFiles, Layer: name, Live: true}, nil
 }
 
@@ -69,7 +70,7 @@ func (i *instance) writePacked(files []*os.File) (layout, error) {
 	if saved == nil {
 		return layout{}, err
 	}
-	defer closeAll(saved.Files)
+	defer closeAll(saved.files)
 	if err == nil {
 		_, err = packMemory(files[last], saved)
 	}

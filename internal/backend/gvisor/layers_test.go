@@ -383,14 +383,14 @@ func TestSharesOutliveTheEdge(t *testing.T) {
 		m.i = i.(*instance)
 	}
 	recovered(all[0]) // before those who map its memory
-	again.tendOnce(make(chan struct{}))
+	again.tendOnce(make(chan struct{}), true)
 	if n := len(all[0].frozen()); n != 1 {
 		t.Fatalf("%d are frozen before the others are found; want 1", n)
 	}
 	all[0].ask("change anon 10 100 0")
 	recovered(all[2])
 	recovered(all[1])
-	again.tendOnce(make(chan struct{}))
+	again.tendOnce(make(chan struct{}), true)
 	all[1].same("the child", sums)
 	all[2].same("the grandchild", sums)
 	for _, m := range []*being{all[1], all[2]} {
@@ -398,7 +398,7 @@ func TestSharesOutliveTheEdge(t *testing.T) {
 			t.Fatal(err)
 		}
 	}
-	again.tendOnce(make(chan struct{}))
+	again.tendOnce(make(chan struct{}), true)
 	if n := len(all[0].frozen()); n != 0 {
 		t.Errorf("%d are frozen after the end of all who mapped it", n)
 	}
@@ -483,7 +483,7 @@ func TestRandomForks(t *testing.T) {
 			}
 		case n < 46:
 			op = "tend"
-			w.b.tendOnce(make(chan struct{}))
+			w.b.tendOnce(make(chan struct{}), true)
 		case n < 50:
 			op = "detach"
 			if _, err := x.i.s.detach(1 + dice.Int64N(8<<20)); err != nil {

@@ -24,10 +24,10 @@ func packMemory(to *os.File, saved *layerSaved) (written int64, err error) {
 	buf := make([]byte, packedChunk)
 	end := int64(memoryPage) // a layer is never empty
 	for _, p := range saved.Pieces {
-		if p.File < 0 || p.File >= len(saved.Files) || p.Source < 0 || p.Place < 0 || p.Length < 0 {
+		if p.File < 0 || p.File >= len(saved.files) || p.Source < 0 || p.Place < 0 || p.Length < 0 {
 			return 0, fmt.Errorf("the sentry describes memory wrongly: %+v", p)
 		}
-		n, err := packPiece(to, saved.Files[p.File], p, buf)
+		n, err := packPiece(to, saved.files[p.File], p, buf)
 		written += n
 		if err != nil {
 			return written, fmt.Errorf("write memory: %w", err)

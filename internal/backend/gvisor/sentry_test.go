@@ -21,7 +21,7 @@ import (
 	"github.com/kernflux/opendsec/internal/sandbox"
 )
 
-func place(t *testing.T) backendtest.Place {
+func place(t testing.TB) backendtest.Place {
 	dir := t.TempDir()
 	return backendtest.Place{
 		Log:      slog.New(slog.NewTextHandler(t.Output(), nil)),

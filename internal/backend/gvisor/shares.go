@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"io/fs"
+	"maps"
 	"os"
 	"path/filepath"
 	"slices"
@@ -26,6 +27,7 @@ type use struct {
 	ID string `json:"id"`
 	// Source names the sentry whose memory it is, "" for a snapshot's file.
 	Source string `json:"source,omitempty"`
+	Inode  uint64 `json:"inode,omitempty"` // of the source's memory
 }
 
 // sharesSuffix ends the name of the file with what a sentry maps.
@@ -41,6 +43,9 @@ type shares struct {
 	// offered are live snapshots, of which machines may be made at any time, by
 	// the layer that each froze.
 	offered map[string]offer
+	// punched has, for sources that have ended, who used their memory when what
+	// they did not need was last freed.
+	punched map[string][]string
 }
 
 // offer is what a machine of a live snapshot maps: files in the order of uses.
@@ -51,7 +56,7 @@ type offer struct {
 }
 
 func newShares(dir string) *shares {
-	return &shares{dir: dir, uses: map[string][]use{}, offered: map[string]offer{}}
+	return &shares{dir: dir, uses: map[string][]use{}, offered: map[string]offer{}, punched: map[string][]string{}}
 }
 
 func (h *shares) file(sentry string) string { return filepath.Join(h.dir, sentry+sharesSuffix) }
@@ -168,6 +173,22 @@ func (h *shares) offering(source string) bool {
 		}
 	}
 	return false
+}
+
+// wasPunched reports whether memory of a source was freed for these users.
+func (h *shares) wasPunched(source string, users []string) bool {
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	return slices.Equal(h.punched[source], users)
+}
+
+// setPunched notes that, and forgets sources that nobody uses any more.
+func (h *shares) setPunched(source string, users []string) {
+	sources := h.sources()
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	maps.DeleteFunc(h.punched, func(s string, _ []string) bool { return !slices.Contains(sources, s) })
+	h.punched[source] = users
 }
 
 // sources returns the sentries whose memory others may map.

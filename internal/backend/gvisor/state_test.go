@@ -26,7 +26,7 @@ import (
 
 // world is a backend with an image and an agent for it.
 type world struct {
-	*testing.T
+	testing.TB
 	p      backendtest.Place
 	b      *Backend
 	rootfs backend.Rootfs
@@ -34,9 +34,9 @@ type world struct {
 	limits sandbox.Limits
 }
 
-func newWorld(t *testing.T, pool int) *world {
+func newWorld(t testing.TB, pool int) *world {
 	t.Helper()
-	w := &world{T: t, p: place(t), limits: sandbox.Limits{CPU: 1, MemoryMB: 128, DiskMB: 256, PIDs: 100}}
+	w := &world{TB: t, p: place(t), limits: sandbox.Limits{CPU: 1, MemoryMB: 128, DiskMB: 256, PIDs: 100}}
 	w.rootfs, w.agent = backendtest.Rootfs(t)
 	w.b = open(t, w.p, pool)
 	t.Cleanup(func() {

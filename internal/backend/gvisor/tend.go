@@ -1,14 +1,11 @@
 package gvisor
 
 import (
+	"context"
 	"errors"
 	"fmt"
-	"io/fs"
 	"os"
-	"path/filepath"
 	"slices"
-	"strconv"
-	"strings"
 	"time"
 
 	"golang.org/x/sys/unix"
@@ -34,13 +31,15 @@ const (
 func (b *Backend) tend(stop <-chan struct{}) {
 	tick := time.NewTicker(tendEvery)
 	defer tick.Stop()
-	for {
-		b.tendOnce(stop)
+	for all := true; ; {
+		b.tendOnce(stop, all)
 		select {
 		case <-stop:
 			return
 		case <-tick.C:
+			all = true
 		case <-b.tending:
+			all = false
 		}
 	}
 }
@@ -53,8 +52,15 @@ func (b *Backend) poke() {
 	}
 }
 
-func (b *Backend) tendOnce(stop <-chan struct{}) {
-	b.forgetEnded()
+// tendOnce gives back what nobody needs any more, and if all is to be done looks
+// at what machines map now.
+func (b *Backend) tendOnce(stop <-chan struct{}, all bool) {
+	running, err := b.otherSentries()
+	if err != nil {
+		b.log.Warn("cannot look who shares memory; it is tried again", "error", err)
+		return
+	}
+	b.forgetEnded(running)
 	b.mu.Lock()
 	held := make([]*sentry, 0, len(b.held))
 	for _, s := range b.held {
@@ -68,12 +74,18 @@ func (b *Backend) tendOnce(stop <-chan struct{}) {
 		if err := b.thawUnused(s); err != nil && !s.over() {
 			b.log.Warn("cannot give memory back that nobody shares any more; it is tried again", "sentry", s.Name, "error", err)
 		}
+		if !all {
+			continue
+		}
 		if err := b.flatten(s, stop); err != nil && !s.over() {
 			b.log.Warn("cannot give a machine memory of its own; it is tried again", "sentry", s.Name, "error", err)
 		}
 	}
 	for _, source := range b.shares.sources() {
-		if err := b.punch(source, held); err != nil {
+		if running[source] {
+			continue
+		}
+		if err := b.punch(source, held, all); err != nil {
 			b.log.Warn("cannot free memory of a machine that ended", "sentry", source, "error", err)
 		}
 	}
@@ -81,38 +93,36 @@ func (b *Backend) tendOnce(stop <-chan struct{}) {
 
 // forgetEnded forgets what sentries map that this run does not know and that
 // have ended.
-func (b *Backend) forgetEnded() {
+func (b *Backend) forgetEnded(running map[string]bool) {
 	for _, name := range b.shares.users() {
 		b.mu.Lock()
 		_, known := b.live[name]
 		b.mu.Unlock()
-		if known {
-			continue // discard forgets it
+		if known || running[name] {
+			continue // discard forgets those that are known
 		}
-		runs, err := sentryRuns(name)
-		if err == nil && !runs {
-			err = b.shares.forget(name)
-		}
-		if err != nil {
-			b.log.Warn("cannot tell whether a machine still shares memory", "sentry", name, "error", err)
+		if err := b.shares.forget(name); err != nil {
+			b.log.Warn("cannot forget what memory a machine shared that has ended", "sentry", name, "error", err)
 		}
 	}
 }
 
-// sentryRuns reports whether a sentry of this name runs.
-func sentryRuns(name string) (bool, error) {
-	entries, err := os.ReadDir("/proc")
-	if err != nil {
-		return false, err
+// otherSentries returns which sentries run that this run of the edge does not
+// have as machines, if any of them matters.
+func (b *Backend) otherSentries() (map[string]bool, error) {
+	names := append(b.shares.users(), b.shares.sources()...)
+	b.mu.Lock()
+	names = slices.DeleteFunc(names, func(name string) bool { return b.held[name] != nil })
+	b.mu.Unlock()
+	running := map[string]bool{}
+	if len(names) == 0 {
+		return running, nil
 	}
-	for _, e := range entries {
-		if pid, err := strconv.Atoi(e.Name()); err == nil {
-			if is, ok := sentryName(pid); ok && is == name {
-				return true, nil
-			}
-		}
+	processes, err := sentries(context.Background())
+	for _, p := range processes {
+		running[p.name] = true
 	}
-	return false, nil
+	return running, err
 }
 
 // over reports whether a sentry has ended or is about to.
@@ -184,20 +194,19 @@ func (b *Backend) flatten(s *sentry, stop <-chan struct{}) error {
 
 // punch frees what nobody maps of the memory of a source that has ended. Its
 // file has that until the last that maps any of it has ended too.
-func (b *Backend) punch(source string, held []*sentry) error {
+func (b *Backend) punch(source string, held []*sentry, again bool) error {
 	b.mu.Lock()
 	_, runs := b.held[source]
 	b.mu.Unlock()
-	if runs || b.shares.offering(source) {
+	users := b.shares.usersOf(source)
+	slices.Sort(users)
+	if runs || b.shares.offering(source) || len(users) == 0 || !again && b.shares.wasPunched(source, users) {
 		return nil
-	}
-	if runs, err := sentryRuns(source); err != nil || runs {
-		return err
 	}
 	var needed []fileRange
 	var memory *os.File
 	defer func() { memory.Close() }() // of nil too
-	for _, name := range b.shares.usersOf(source) {
+	for _, name := range users {
 		i := slices.IndexFunc(held, func(s *sentry) bool { return s.Name == name })
 		if i < 0 {
 			return nil // nobody knows what that one maps
@@ -224,7 +233,11 @@ func (b *Backend) punch(source string, held []*sentry) error {
 	if memory == nil || b.shares.offering(source) {
 		return nil
 	}
-	return keepOnly(memory, needed)
+	if err := keepOnly(memory, needed); err != nil {
+		return err
+	}
+	b.shares.setPunched(source, users)
+	return nil
 }
 
 // mapped returns what a sentry maps of a source's memory, and if wanted, that
@@ -234,40 +247,25 @@ func (b *Backend) mapped(s *sentry, source string, want bool) (ranges []fileRang
 	if err != nil {
 		return nil, nil, err
 	}
-	ids := map[string]bool{}
+	inodes := map[string]uint64{}
 	for _, u := range b.shares.of(s.Name) {
-		ids[u.ID] = u.Source == source
+		if u.Source == source {
+			inodes[u.ID] = u.Inode
+		}
 	}
 	for _, l := range st.Layers {
-		if !ids[l.ID] {
+		number, ok := inodes[l.ID]
+		if !ok {
 			continue
 		}
 		ranges = append(ranges, l.Ranges...)
 		if want && memory == nil {
-			if memory, err = s.openLayer(l.ID); err != nil {
+			if memory, err = s.openLayer(l.ID, number); err != nil {
 				return nil, nil, err
 			}
 		}
 	}
 	return ranges, memory, nil
-}
-
-// openLayer opens a layer's file, which is a source's memory, for writing.
-func (s *sentry) openLayer(id string) (*os.File, error) {
-	st, err := s.layerFiles()
-	if err != nil {
-		return nil, err
-	}
-	defer closeAll(st.Files)
-	i := slices.Index(st.Layers, id)
-	if i < 0 || i >= len(st.Files) {
-		return nil, fmt.Errorf("sentry %s does not map the memory %s any more: %w", s.Name, id, fs.ErrNotExist)
-	}
-	path := filepath.Join("/proc/self/fd", strconv.Itoa(int(st.Files[i].Fd())))
-	if target, err := os.Readlink(path); err != nil || !strings.HasPrefix(target, "/memfd:") {
-		return nil, fmt.Errorf("the memory %s of sentry %s is %s, %v", id, s.Name, target, err)
-	}
-	return os.OpenFile(path, os.O_RDWR, 0)
 }
 
 // keepOnly makes holes in a file of all but ranges.

@@ -85,11 +85,11 @@ static void add(const char *name, void *at, size_t bytes, uint64_t seed) {
   n_areas++;
 }
 
-// Areas of all kinds: "anon" of so many MiB, "huge", "shared", a memfd that is
+// Areas of all kinds: "anon" of so many MiB, for 0 of a few pages, "huge", "shared", a memfd that is
 // mapped in both ways, and a file of which a part was written to privately.
 static void make(int mb) {
-  size_t some = 2 << 20;
-  add("anon", mmap(0, (size_t)mb << 20, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0), (size_t)mb << 20, 1);
+  size_t some = 2 << 20, all = mb ? (size_t)mb << 20 : 16 * PAGE;
+  add("anon", mmap(0, all, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0), all, 1);
   char *huge = mmap(0, 6 << 20, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
   if (huge == MAP_FAILED) die("huge");
   huge = (char *)(((uintptr_t)huge + some - 1) & ~(some - 1));
