@@ -125,6 +125,12 @@ func (e *Edge) take(ctx context.Context, b *box, o backend.SnapshotOptions) (sna
 	}
 	snap, err = inst.(backend.Snapshotter).Snapshot(ctx, o)
 	snap.Dir = o.Dir
+	if err == nil && o.Live {
+		// How much of its memory a machine cannot share shows only now.
+		if err = e.roomOnDisk(0); err != nil {
+			e.backends[snap.Backend].(backend.Restorer).Withdraw(snap)
+		}
+	}
 	return snap, err
 }
 

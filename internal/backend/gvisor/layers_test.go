@@ -491,7 +491,7 @@ func TestRandomForks(t *testing.T) {
 			}
 		case n < 54:
 			op = "fork inside"
-			changed(x, fmt.Sprintf("fork %d %d", dice.Uint32(), dice.IntN(60)))
+			changed(x, fmt.Sprintf("fork %d %d", dice.Uint32(), 1+dice.IntN(60)))
 		case n < 58:
 			op = "drop"
 			changed(x, fmt.Sprintf("drop %s %d", []string{"anon", "huge"}[dice.IntN(2)], dice.IntN(50)))

@@ -44,7 +44,13 @@ func (b *Backend) probe(ctx context.Context) (err error) {
 	if err != nil {
 		return err
 	}
-	defer func() { err = errors.Join(err, os.RemoveAll(dir)) }()
+	b.know(filepath.Base(dir), "") // no leftover
+	defer func() {
+		err = errors.Join(err, os.RemoveAll(dir))
+		b.mu.Lock()
+		delete(b.live, filepath.Base(dir))
+		b.mu.Unlock()
+	}()
 	image, err := probeImage(ctx, dir)
 	if err != nil {
 		return err
