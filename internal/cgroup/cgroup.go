@@ -259,6 +259,22 @@ func (d dir) memory() (int64, error) {
 	return max(all-idle, 0), nil
 }
 
+// SharedMemory returns how much of the memory in use is shared memory: that of
+// tmpfs and of files that are in memory only, in bytes.
+func (g *Group) SharedMemory() (int64, error) {
+	for _, d := range g.dirs {
+		if !slices.Contains(d.controllers, "memory") {
+			continue
+		}
+		n, err := readField(d.path, "memory.stat", "shmem")
+		if err != nil {
+			return 0, fmt.Errorf("shared memory of control group %s/%s: %w", g.parent, g.name, err)
+		}
+		return n, nil
+	}
+	return 0, nil
+}
+
 // OOMKilled reports whether the kernel has killed a process of the group for
 // the group's memory limit.
 func (g *Group) OOMKilled() (bool, error) {

@@ -89,9 +89,9 @@ type Backend struct {
 
 	// shares says who shares memory with whom, tending holds one when there may
 	// be something to do for that.
-	shares    *shares
-	tending   chan struct{}
-	tendStart sync.Once
+	shares                *shares
+	tending               chan struct{}
+	tendStart, guardStart sync.Once
 }
 
 var (

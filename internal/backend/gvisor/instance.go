@@ -45,6 +45,7 @@ func (b *Backend) newInstance(id sandbox.ID, s *sentry) *instance {
 	b.mu.Lock()
 	b.held[s.Name] = s
 	b.mu.Unlock()
+	b.guardStart.Do(func() { b.work.start(b.guard) })
 	go func() { // ends with the machine, or with this process
 		<-s.gone
 		i.open.end()
@@ -119,10 +120,13 @@ func (i *instance) Wait(ctx context.Context) (backend.Exit, error) {
 
 // exit says how the ended sentry ended. It reads what destroy removes.
 func (s *sentry) exit() backend.Exit {
-	if s.group != nil {
-		if killed, err := s.group.OOMKilled(); err == nil && killed {
-			return backend.Exit{OutOfMemory: true, Detail: "the sandbox went over its memory limit"}
-		}
+	over := s.overused.Load()
+	if s.group != nil && !over {
+		killed, err := s.group.OOMKilled()
+		over = err == nil && killed
+	}
+	if over {
+		return backend.Exit{OutOfMemory: true, Detail: "the sandbox went over its memory limit"}
 	}
 	if said := s.crash(); said != nil {
 		return backend.Exit{Detail: said.Error()}

@@ -43,6 +43,7 @@ type layerName struct {
 type layerSaved struct {
 	FDs    []int    // the sentry's descriptors of its own memory and of its layers
 	Layers []string // the latter
+	Held   int64    // bytes of its own memory that are frozen now
 	Pieces []piece
 
 	files []*os.File // the same files as ours, to be read only
@@ -62,7 +63,9 @@ type fileRange struct{ Start, End int64 }
 type layerStatus struct {
 	Layers []layerUse
 	Frozen []string // of its own memory, for others to map
-	Kept   int64    // bytes of its own memory that it has for others only
+	Held   int64    // bytes of that
+	Kept   int64    // bytes of that which it has for others only
+	Own    int64    // bytes of memory that it has for itself, and not in layers
 }
 
 // layerUse is what a sentry maps of a layer.
@@ -203,9 +206,10 @@ func readOnly(f *os.File) (*os.File, error) {
 // pathOf is a path of an open file.
 func pathOf(f *os.File) string { return "/proc/self/fd/" + strconv.Itoa(int(f.Fd())) }
 
-// thaw ends that memory is frozen.
-func (s *sentry) thaw(id string) error {
-	return told(s.call(callLayerRelease, &layerName{ID: id}, nil))
+// thaw ends that memory is frozen. It returns how many bytes are yet.
+func (s *sentry) thaw(id string) (held int64, err error) {
+	err = told(s.call(callLayerRelease, &layerName{ID: id}, &held))
+	return held, err
 }
 
 // layerStat tells what the sentry shares with others.

@@ -25,7 +25,7 @@ func (i *instance) writeLive(files []*os.File) (layout, error) {
 	err := i.write(func(files []*os.File) (err error) {
 		saved, err = i.s.saveLayered(files, layerName{ID: name})
 		if err == nil {
-			i.s.froze(name)
+			i.s.froze(name, saved.Held)
 		}
 		return err
 	}, files)
@@ -63,7 +63,7 @@ func (i *instance) writePacked(files []*os.File) (layout, error) {
 	err := i.write(func(files []*os.File) (err error) {
 		saved, err = i.s.saveLayered(files, layerName{ID: name, Packed: true})
 		if err == nil {
-			i.s.froze(name)
+			i.s.froze(name, saved.Held)
 		}
 		return err
 	}, files[:last])
@@ -74,11 +74,14 @@ func (i *instance) writePacked(files []*os.File) (layout, error) {
 	if err == nil {
 		_, err = packMemory(files[last], saved)
 	}
-	if terr := i.s.thaw(name); terr == nil {
-		i.s.thawed(name)
+	if held, terr := i.s.thaw(name); terr == nil {
+		i.s.thawed(name, held)
 		i.b.resize(i.s)
-	} else if err == nil {
-		err = terr
+	} else {
+		i.b.poke() // to try it again
+		if err == nil {
+			err = terr
+		}
 	}
 	if err != nil {
 		return layout{}, err
@@ -89,21 +92,16 @@ func (i *instance) writePacked(files []*os.File) (layout, error) {
 // Shares reports whether live snapshots leave memory where it is.
 func (i *instance) Shares() bool { return i.s.layered() }
 
-// froze and thawed note which of the sentry's memory is frozen. s.freezing is
-// held.
-func (s *sentry) froze(id string) {
+// froze and thawed note which of the sentry's memory is frozen, and how many
+// bytes that is. s.freezing is held.
+func (s *sentry) froze(id string, held int64) {
 	s.frozen = append(s.frozen, id)
-	s.generations.Store(int64(len(s.frozen)))
+	s.held.Store(held)
 }
 
-func (s *sentry) thawed(id string) {
-	for n, f := range s.frozen {
-		if f == id {
-			s.frozen = append(s.frozen[:n], s.frozen[n+1:]...)
-			break
-		}
-	}
-	s.generations.Store(int64(len(s.frozen)))
+func (s *sentry) thawed(id string, held int64) {
+	s.frozen = slices.DeleteFunc(s.frozen, func(f string) bool { return f == id })
+	s.held.Store(held)
 }
 
 // Withdraw says that no more machines will be made of a live snapshot.
@@ -155,10 +153,12 @@ func (b *Backend) rediscover(s *sentry) error {
 	defer s.freezing.Unlock()
 	st, err := s.layerStat()
 	if err != nil {
+		// Its limit stays what it is: it may need all of that.
+		s.held.Store(lifted(hostMemoryMB(s.Limits.MemoryMB)) << 20)
 		return fmt.Errorf("ask for shared memory: %w", err)
 	}
 	s.frozen = st.Frozen
-	s.generations.Store(int64(len(s.frozen)))
+	s.held.Store(st.Held)
 	if len(st.Frozen)+len(st.Layers) > 0 {
 		b.startTending()
 		b.poke()

@@ -24,8 +24,6 @@ func (t times) median() float64 {
 	return t[len(t)/2]
 }
 
-const megabyte = 1 << 20
-
 // BenchmarkForks measures forks of a machine that has written to all of its
 // memory since the last one: until all copies have answered, and how long it
 // takes to write the machine's state, for which it stands still. "plain" is

@@ -26,6 +26,8 @@ const settleEvery = 2 * time.Second
 // cgroup v2 a limit below what is in use ends the sandbox.
 const slack = 4 << 20
 
+const megabyte = 1 << 20
+
 // lifted is the limit of a group, in MiB, whose usual limit is usual.
 func lifted(usual int64) int64 { return max(usual+liftLeast, liftTimes*usual) }
 
@@ -136,9 +138,10 @@ func (s *sentry) lower() bool {
 
 // usualMB is the usual limit of memory of the sentry's group, in MiB. Memory
 // that is frozen for others stays the group's after the machine has written to
-// it and has a copy: each time it was frozen that can be as much as it has.
+// it and has a copy, and all of it may be written to at once. That the machine
+// does not use it for more than it may have is what guard sees to.
 func (s *sentry) usualMB() int64 {
-	return hostMemoryMB(s.Limits.MemoryMB) + s.generations.Load()*s.Limits.MemoryMB
+	return hostMemoryMB(s.Limits.MemoryMB) + (s.held.Load()+megabyte-1)/megabyte
 }
 
 // resize puts the limit of memory to what it is usually, now or soon.

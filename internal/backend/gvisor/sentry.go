@@ -41,12 +41,13 @@ type sentry struct {
 
 	// freezing is held while its memory is frozen, until somebody uses it, and
 	// when it is thawed. frozen are the names of frozen memory, under freezing,
-	// and generations their number.
-	freezing    sync.Mutex
-	frozen      []string
-	generations atomic.Int64
-	ending      atomic.Bool // it has been killed
-	making      atomic.Bool // it is being restored: it does not know yet what it maps
+	// and held is how many bytes it is.
+	freezing sync.Mutex
+	frozen   []string
+	held     atomic.Int64
+	ending   atomic.Bool // it has been killed
+	overused atomic.Bool // for its use of memory
+	making   atomic.Bool // it is being restored: it does not know yet what it maps
 
 	Slot backend.Slot `json:"slot"` // its network
 	lent bool         // the slot is not a sandbox's yet

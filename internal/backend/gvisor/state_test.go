@@ -137,6 +137,18 @@ func (m *being) recover() *instance {
 	return i.(*instance)
 }
 
+// waitLimit waits until the limit of the machine's group is so many MiB.
+func (m *being) waitLimit(want int64) {
+	m.Helper()
+	deadline := time.Now().Add(time.Minute)
+	for m.memoryLimit() != want {
+		if time.Now().After(deadline) {
+			m.Fatalf("the memory limit is %d MiB yet; want %d", m.memoryLimit(), want)
+		}
+		<-time.After(100 * time.Millisecond)
+	}
+}
+
 // memoryLimit returns the limit of the machine's group, in MiB.
 func (m *being) memoryLimit() int64 {
 	m.Helper()
@@ -175,14 +187,8 @@ func TestSnapshotHasMemoryOfItsOwn(t *testing.T) {
 			t.Errorf("%q files", got)
 		}
 	}
-	deadline := time.Now().Add(time.Minute)
 	for _, x := range []*being{m, child} {
-		for x.memoryLimit() != want {
-			if time.Now().After(deadline) {
-				t.Fatalf("the memory limit is %d MiB after a snapshot; want %d as before", x.memoryLimit(), want)
-			}
-			<-time.After(100 * time.Millisecond)
-		}
+		x.waitLimit(want)
 	}
 }
 

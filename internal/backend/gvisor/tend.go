@@ -61,12 +61,7 @@ func (b *Backend) tendOnce(stop <-chan struct{}, all bool) {
 		return
 	}
 	b.forgetEnded(running)
-	b.mu.Lock()
-	held := make([]*sentry, 0, len(b.held))
-	for _, s := range b.held {
-		held = append(held, s)
-	}
-	b.mu.Unlock()
+	held := b.machines()
 	for _, s := range held {
 		if !s.layered() || s.over() {
 			continue
@@ -140,11 +135,12 @@ func (b *Backend) thawUnused(s *sentry) error {
 		if b.shares.inUse(id) {
 			continue
 		}
-		if err := s.thaw(id); err != nil {
+		held, err := s.thaw(id)
+		if err != nil {
 			errs = append(errs, err)
 			continue
 		}
-		s.thawed(id)
+		s.thawed(id, held)
 	}
 	b.resize(s)
 	return errors.Join(errs...)

@@ -111,6 +111,20 @@ static void make(int mb) {
   change(find("file"), 7, 30, 1);
 }
 
+// Memory that nobody has touched.
+static void reserve(int mb) {
+  size_t all = (size_t)mb << 20;
+  add("bare", mmap(0, all, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0), all, 0);
+}
+
+// Takes more memory, and writes to all of it.
+static void grow(int mb) {
+  size_t all = (size_t)mb << 20;
+  char *at = mmap(0, all, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  if (at == MAP_FAILED) die("grow");
+  memset(at, 1, all);
+}
+
 // A second process that has our memory as it was when it was forked.
 static int ask_kid[2], kid_says[2];
 
@@ -312,9 +326,23 @@ static void answer(const char *line, char *r, size_t size) {
     }
     snprintf(r, size, "%.2f", now() - begin);
   } else if (!strcmp(op, "read")) {
-    area *a = find("anon");
+    sscanf(line, "%*s %31s", name);
+    area *a = find(name);
     volatile uint64_t v = 0;
     for (size_t i = 0; i < a->words; i += PER_PAGE) v += a->at[i];
+    snprintf(r, size, "%.2f", now() - begin);
+  } else if (!strcmp(op, "reserve")) {
+    sscanf(line, "%*s %d", &x);
+    reserve(x);
+    snprintf(r, size, "ok");
+  } else if (!strcmp(op, "grow")) {
+    sscanf(line, "%*s %d", &x);
+    grow(x);
+    snprintf(r, size, "ok");
+  } else if (!strcmp(op, "dot")) { // every so many pages
+    sscanf(line, "%*s %31s %llu %d", name, &seed, &x);
+    area *a = find(name);
+    for (size_t i = 0; i < a->words; i += (size_t)x * PER_PAGE) a->at[i] = mix(seed + i);
     snprintf(r, size, "%.2f", now() - begin);
   } else if (!strcmp(op, "kid")) {
     fork_kid();
