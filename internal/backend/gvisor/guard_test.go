@@ -5,7 +5,6 @@ import (
 	"os"
 	"testing"
 	"time"
-
 )
 
 // usedMB returns how much memory the machine has of its own.

@@ -292,6 +292,9 @@ func (b *Backend) discard(s *sentry) error {
 		return fmt.Errorf("end sentry %s: %w", s.Name, err)
 	}
 	s.release()
+	if s.memory.Load() != nil && !b.work.start(func(<-chan struct{}) { s.letMemoryGo() }) {
+		s.letMemoryGo()
+	}
 	b.mu.Lock()
 	defer b.mu.Unlock()
 	delete(b.live, s.Name)

@@ -70,9 +70,14 @@ func (i *instance) writePacked(files []*os.File) (layout, error) {
 	if saved == nil {
 		return layout{}, err
 	}
-	defer closeAll(saved.files)
 	if err == nil {
 		_, err = packMemory(files[last], saved)
+	}
+	if i.paused && err == nil {
+		// It is likely to be removed now.
+		i.s.keepMemory(saved.files)
+	} else {
+		closeAll(saved.files)
 	}
 	if held, terr := i.s.thaw(name); terr == nil {
 		i.s.thawed(name, held)

@@ -65,6 +65,7 @@ func (i *instance) Resume(ctx context.Context) error {
 		return fmt.Errorf("resume machine %s: %w", i.id, err)
 	}
 	i.paused = false
+	i.s.letMemoryGo()
 	i.b.warn(i.s.unmark(), i.id)
 	return nil
 }

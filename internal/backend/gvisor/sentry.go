@@ -49,6 +49,10 @@ type sentry struct {
 	overused atomic.Bool // for its use of memory
 	making   atomic.Bool // it is being restored: it does not know yet what it maps
 
+	// memory has descriptors of its memory, for as long as its removal takes,
+	// nil for most.
+	memory atomic.Pointer[[]*os.File]
+
 	Slot backend.Slot `json:"slot"` // its network
 	lent bool         // the slot is not a sandbox's yet
 
@@ -193,6 +197,22 @@ func (s *sentry) destroy() error {
 	}
 	errs = append(errs, os.RemoveAll(s.Dir))
 	return errors.Join(errs...)
+}
+
+// keepMemory keeps descriptors of the sentry's memory and layers, which it takes
+// over, until letMemoryGo. So the process's end does not wait for the host to
+// free them, which takes longer than the rest of a removal.
+func (s *sentry) keepMemory(files []*os.File) {
+	if former := s.memory.Swap(&files); former != nil {
+		closeAll(*former)
+	}
+}
+
+// letMemoryGo ends that. It takes as long as the host frees it.
+func (s *sentry) letMemoryGo() {
+	if files := s.memory.Swap(nil); files != nil {
+		closeAll(*files)
+	}
 }
 
 // release lets go of the process's descriptor.
