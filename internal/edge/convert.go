@@ -150,6 +150,7 @@ func metricsToProto(limits sandbox.Limits, used backend.Usage, now time.Time) *o
 		Time: timestamppb.New(now), CpuTime: durationpb.New(used.CPU), CpuCoresLimit: limits.CPU,
 		MemoryBytes: used.MemoryBytes, MemoryLimitBytes: limits.MemoryMB << 20,
 		DiskBytes: used.DiskBytes, DiskLimitBytes: limits.DiskMB << 20, Pids: used.PIDs,
+		SharedMemoryBytes: used.SharedMemoryBytes,
 	}
 }
 

@@ -716,7 +716,9 @@ class Server(sandbox_connect.SandboxService, image_connect.ImageService):
 
     async def get_metrics(self, request: Any, ctx: Context) -> sandbox_pb.GetMetricsResponse:
         return sandbox_pb.GetMetricsResponse(
-            metrics=sandbox_pb.Metrics(cpu_time=Duration.from_seconds(1.5), memory_bytes=1 << 20, pids=3)
+            metrics=sandbox_pb.Metrics(
+                cpu_time=Duration.from_seconds(1.5), memory_bytes=1 << 20, pids=3, shared_memory_bytes=5
+            )
         )
 
     async def list_images(self, request: Any, ctx: Context) -> image_pb.ListImagesResponse:

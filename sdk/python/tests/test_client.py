@@ -218,7 +218,7 @@ def test_deadlines_refresh_metrics(server: Server, use: Any) -> None:
         with pytest.raises(opendsec.InvalidArgumentError):
             await sb.set_ttl()
         m = await sb.metrics()
-        assert (m.cpu_seconds, m.memory_bytes, m.pids) == (1.5, 1 << 20, 3)
+        assert (m.cpu_seconds, m.memory_bytes, m.pids, m.shared_memory_bytes) == (1.5, 1 << 20, 3, 5)
         server.end(sb.id, "lost")
         await sb.refresh()
         assert sb.state is SandboxState.FAILED

@@ -2112,7 +2112,8 @@ type Metrics struct {
 	CpuTime *durationpb.Duration `protobuf:"bytes,2,opt,name=cpu_time,json=cpuTime,proto3" json:"cpu_time,omitempty"`
 	// Its CPU limit in cores.
 	CpuCoresLimit float64 `protobuf:"fixed64,3,opt,name=cpu_cores_limit,json=cpuCoresLimit,proto3" json:"cpu_cores_limit,omitempty"`
-	// Memory in use, in bytes, what a kernel or VMM around it needs included.
+	// Memory of its own in use, in bytes, what a kernel or VMM around it needs
+	// included.
 	MemoryBytes int64 `protobuf:"varint,4,opt,name=memory_bytes,json=memoryBytes,proto3" json:"memory_bytes,omitempty"`
 	// Its memory limit in bytes.
 	MemoryLimitBytes int64 `protobuf:"varint,5,opt,name=memory_limit_bytes,json=memoryLimitBytes,proto3" json:"memory_limit_bytes,omitempty"`
@@ -2121,9 +2122,13 @@ type Metrics struct {
 	// Its disk limit in bytes.
 	DiskLimitBytes int64 `protobuf:"varint,7,opt,name=disk_limit_bytes,json=diskLimitBytes,proto3" json:"disk_limit_bytes,omitempty"`
 	// Processes or threads on the host.
-	Pids          int64 `protobuf:"varint,8,opt,name=pids,proto3" json:"pids,omitempty"`
-	unknownFields protoimpl.UnknownFields
-	sizeCache     protoimpl.SizeCache
+	Pids int64 `protobuf:"varint,8,opt,name=pids,proto3" json:"pids,omitempty"`
+	// Memory in bytes that it has in common with others made of the same state:
+	// its source, forks, starts of one snapshot. Not in memory_bytes; what it
+	// writes to becomes its own.
+	SharedMemoryBytes int64 `protobuf:"varint,9,opt,name=shared_memory_bytes,json=sharedMemoryBytes,proto3" json:"shared_memory_bytes,omitempty"`
+	unknownFields     protoimpl.UnknownFields
+	sizeCache         protoimpl.SizeCache
 }
 
 func (x *Metrics) Reset() {
@@ -2208,6 +2213,13 @@ func (x *Metrics) GetDiskLimitBytes() int64 {
 func (x *Metrics) GetPids() int64 {
 	if x != nil {
 		return x.Pids
+	}
+	return 0
+}
+
+func (x *Metrics) GetSharedMemoryBytes() int64 {
+	if x != nil {
+		return x.SharedMemoryBytes
 	}
 	return 0
 }
@@ -2473,7 +2485,7 @@ const file_opendsec_v1_sandbox_proto_rawDesc = "" +
 	"\x02id\x18\x01 \x01(\tR\x02id\x12\x12\n" +
 	"\x04name\x18\x02 \x01(\tR\x04name\"<\n" +
 	"\x10PackDiffResponse\x12(\n" +
-	"\x05image\x18\x01 \x01(\v2\x12.opendsec.v1.ImageR\x05image\"\xc5\x02\n" +
+	"\x05image\x18\x01 \x01(\v2\x12.opendsec.v1.ImageR\x05image\"\xf5\x02\n" +
 	"\aMetrics\x12.\n" +
 	"\x04time\x18\x01 \x01(\v2\x1a.google.protobuf.TimestampR\x04time\x124\n" +
 	"\bcpu_time\x18\x02 \x01(\v2\x19.google.protobuf.DurationR\acpuTime\x12&\n" +
@@ -2483,7 +2495,8 @@ const file_opendsec_v1_sandbox_proto_rawDesc = "" +
 	"\n" +
 	"disk_bytes\x18\x06 \x01(\x03R\tdiskBytes\x12(\n" +
 	"\x10disk_limit_bytes\x18\a \x01(\x03R\x0ediskLimitBytes\x12\x12\n" +
-	"\x04pids\x18\b \x01(\x03R\x04pids\"\xa3\x02\n" +
+	"\x04pids\x18\b \x01(\x03R\x04pids\x12.\n" +
+	"\x13shared_memory_bytes\x18\t \x01(\x03R\x11sharedMemoryBytes\"\xa3\x02\n" +
 	"\tErrorInfo\x12\x12\n" +
 	"\x04kind\x18\x01 \x01(\tR\x04kind\x12\x14\n" +
 	"\x05field\x18\x02 \x01(\tR\x05field\x12+\n" +

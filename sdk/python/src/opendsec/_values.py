@@ -302,10 +302,12 @@ class Metrics:
         time: when it was measured, in UTC.
         cpu_seconds: CPU time used since it started.
         cpu_cores_limit: its CPU limit in cores.
-        memory_bytes: memory in use, what a kernel or VMM around it needs included.
+        memory_bytes: memory of its own in use, what a kernel or VMM around it needs included.
         memory_limit_bytes, disk_limit_bytes: its limits.
         disk_bytes: space that its written files take.
         pids: processes or threads on the host.
+        shared_memory_bytes: memory that it has in common with its source, forks and starts of one
+            snapshot, and that is not in ``memory_bytes``; what it writes to becomes its own.
     """
 
     time: datetime | None
@@ -316,3 +318,4 @@ class Metrics:
     disk_bytes: int
     disk_limit_bytes: int
     pids: int
+    shared_memory_bytes: int = 0

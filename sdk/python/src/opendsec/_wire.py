@@ -202,6 +202,7 @@ def metrics(value: sandbox_pb.Metrics) -> Metrics:
         disk_bytes=value.disk_bytes,
         disk_limit_bytes=value.disk_limit_bytes,
         pids=value.pids,
+        shared_memory_bytes=value.shared_memory_bytes,
     )
 
 
