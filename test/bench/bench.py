@@ -1,7 +1,7 @@
 """Measures OpenDsec against runsc and runc, side by side in one run.
 
 Starts, commands and files are measured here, what keeps and copies the state
-of sandboxes in state.py.
+of sandboxes in state.py, and forks of much memory in forks.py.
 
 Each round takes one sample of each thing, so that a busy moment of the machine
 hits all alike. Times are in milliseconds. A ratio is median over median.
@@ -20,6 +20,7 @@ import time
 from functools import partial
 from pathlib import Path
 
+from forks import measure_forks
 from opendsec import DSecRunArgs
 from opendsec.sync import DSecClient, Sandbox
 from rawtool import RawTool, call, find_tree
@@ -97,7 +98,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--runc", default=shutil.which("runc"), help="runc")
     parser.add_argument("--state", type=Path, required=True, help="state directory of the installation")
     parser.add_argument("--rounds", type=int, default=20, help="samples of each thing")
-    parser.add_argument("--part", choices=("all", "jobs", "state"), default="all", help="what to measure")
+    parser.add_argument(
+        "--part", choices=("all", "jobs", "state", "forks"), default="all", help="what to measure"
+    )
     parser.add_argument("--out", type=Path, default=Path("bench.json"), help="file for the figures")
     return parser.parse_args()
 
@@ -125,7 +128,6 @@ def show(
     series: list[Series],
     comparisons: list[Comparison],
     rates: list[tuple[str, float]],
-    sizes: dict[str, int],
 ) -> None:
     """Prints the tables."""
     print(f"{'':64} {'median':>9} {'min':>9} {'max':>9}  ms")
@@ -138,8 +140,6 @@ def show(
     print()
     for name, rate in rates:
         print(f"{name:64} {rate:9.0f}  MB/s")
-    for name, size in sizes.items():
-        print(f"{name + ': size of its snapshot':64} {size / 1e6:9.1f}  MB")
 
 
 def main() -> None:
@@ -148,6 +148,7 @@ def main() -> None:
     disk: list[Series] = []
     rates: list[tuple[str, float]] = []
     sizes: dict[str, int] = {}
+    owned: dict[str, int] = {}
     with tempfile.TemporaryDirectory(prefix="bench", dir="/var/tmp") as tmp, DSecClient() as client:
         client.run_sandbox(DSecRunArgs(backend="container", image="root/py:latest")).stop()
         tree = find_tree(opts.state)
@@ -158,14 +159,21 @@ def main() -> None:
             shutil.copy(WORKLOAD, tool.rootfs / WORKLOAD.name)
             return tool
 
-        if opts.part != "state":
+        if opts.part in ("all", "jobs"):
             comparisons, rates = measure_jobs(client, opts, Path(tmp), tree)
-        if opts.part != "jobs":
+        if opts.part in ("all", "state"):
             more, disk, sizes = measure_state(client, raw_runsc, opts.rounds)
+            comparisons += more
+        if opts.part in ("all", "forks"):
+            more, owned = measure_forks(client, raw_runsc, max(3, opts.rounds // 4))
             comparisons += more
     # By name: a series that is held against two things is there once.
     series = list({s.name: s for c in comparisons for s in (c.ours, c.raw)}.values()) + disk
-    show(series, comparisons, rates, sizes)
+    show(series, comparisons, rates)
+    for name, size in sizes.items():
+        print(f"{name + ': size of its snapshot':64} {size / 1e6:9.1f}  MB")
+    for name, size in owned.items():
+        print(f"{name + ': memory of its own that a new copy has':64} {size / 1e6:9.1f}  MB")
     machine = {
         "processors": os.cpu_count(),
         "kernel": platform.release(),
@@ -177,6 +185,7 @@ def main() -> None:
         "ratios": [c.row() for c in comparisons],
         "rates_mb_per_s": {name: round(rate, 1) for name, rate in rates},
         "snapshot_bytes": sizes,
+        "memory_of_a_new_copy_bytes": owned,
     }
     opts.out.write_text(json.dumps(figures, indent=2) + "\n")
     print(f"\nwritten to {opts.out}", file=sys.stderr)

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 
 
-def call(*args: str) -> None:
-    """Runs a tool; its failure ends the benchmark with the tool's own words."""
+def call(*args: str) -> str:
+    """Runs a tool and returns its output; its failure ends the benchmark with the tool's own words."""
     done = subprocess.run(args, stdin=subprocess.DEVNULL, capture_output=True, check=False)
     if done.returncode != 0:
         raise SystemExit(f"{' '.join(args)}: exit {done.returncode}: {done.stderr.decode()[-2000:]}")
+    return done.stdout.decode()
 
 
 class RawTool:
@@ -57,8 +59,8 @@ class RawTool:
         self.run(name)
         self.exec(name, "true")
 
-    def exec(self, name: str, *args: str) -> None:
-        call(*self.base(), "exec", name, *args)
+    def exec(self, name: str, *args: str) -> str:
+        return call(*self.base(), "exec", name, *args)
 
     def checkpoint(self, name: str, image: Path, leave_running: bool) -> None:
         """Writes a container's state; without leave_running that ends it."""
@@ -90,6 +92,19 @@ class RawTool:
         if done.returncode:
             raise SystemExit(f"{' '.join([*self.base(), *args])} failed: {log.read_text()[-2000:]}")
         log.unlink()
+
+
+class Image:
+    """A directory for a checkpoint, removed at the end of a block."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __enter__(self) -> Image:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        shutil.rmtree(self.path)
 
 
 def find_tree(state: Path) -> Path:

@@ -22,8 +22,11 @@ class Series:
         """Adds how long the work takes, and returns what it gives."""
         start = time.perf_counter()
         result = work()
-        self.samples.append((time.perf_counter() - start) * 1000)
+        self.add((time.perf_counter() - start) * 1000)
         return result
+
+    def add(self, sample: float) -> None:
+        self.samples.append(sample)
 
     @property
     def median(self) -> float:

@@ -7,7 +7,6 @@ tool has no limits, so ours gets all processors too.
 from __future__ import annotations
 
 import os
-import shutil
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -15,7 +14,7 @@ from pathlib import Path
 
 from opendsec import DSecRunArgs, ShellResult
 from opendsec.sync import DSecClient, Sandbox
-from rawtool import RawTool
+from rawtool import Image, RawTool
 from series import Comparison, Series
 
 WORKLOAD = Path(__file__).with_name("workload.py")
@@ -205,19 +204,6 @@ class StateBench:
 
     def _image(self) -> Image:
         return Image(self.tool.work / self._next("image"))
-
-
-@dataclass(frozen=True)
-class Image:
-    """A directory for a checkpoint, removed at the end of a block."""
-
-    path: Path
-
-    def __enter__(self) -> Image:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        shutil.rmtree(self.path)
 
 
 def answers(sandbox: Sandbox) -> ShellResult:
