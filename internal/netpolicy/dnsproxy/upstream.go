@@ -147,7 +147,7 @@ func (u *upstream) check(ask *dns.Msg, wire []byte) (*dns.Msg, error) {
 		u.caseLost.Add(1)
 		return nil, fmt.Errorf("resolver %s: %w: the case of letters is lost", u.addr, errDoubtful)
 	}
-	if u.caseLost.Load() < odd {
+	if want.Name != strings.ToLower(want.Name) { // it had to keep something
 		u.caseLost.Store(0)
 	}
 	return m, nil
