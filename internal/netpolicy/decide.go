@@ -85,6 +85,28 @@ func (p *Policy) Resolve(name string) Decision {
 	return p.Decide(Query{Name: name})
 }
 
+// Leads returns what Decide says of a name and an address, on any port, for one
+// address after the other of a long answer. It is for one goroutine.
+func (p *Policy) Leads(name string) func(netip.Addr) Decision {
+	var public *Decision // of all addresses of which no rule and no range speaks
+	return func(a netip.Addr) Decision {
+		if !a.IsValid() {
+			return Decision{Why: "there is no address"}
+		}
+		c, wrong := p.candidates(Query{Name: name, Addr: a})
+		switch {
+		case wrong != "":
+			return Decision{Why: wrong}
+		case !c.plain():
+			return c.judgeAny("")
+		case public == nil:
+			d := c.judgeAny("")
+			public = &d
+		}
+		return *public
+	}
+}
+
 // Link says whether a name may be a link in the chain of aliases (CNAME) from
 // an allowed name to its addresses. It may, unless a rule that names it, other
 // than "*", denies it on every port: the name that was asked for decides.
@@ -142,6 +164,9 @@ type candidates struct {
 	local  bool      // "*" does not cover the name
 	closed *Range    // the range that keeps addr closed
 }
+
+// plain reports whether no rule and no range speaks of the address.
+func (c *candidates) plain() bool { return c.closed == nil && len(c.nets) == 0 && len(c.inner) == 0 }
 
 // candidates collects them, or says why the query allows nothing.
 func (p *Policy) candidates(q Query) (c candidates, wrong string) {

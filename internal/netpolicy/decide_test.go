@@ -51,6 +51,9 @@ func TestQueriesThatMeanNothing(t *testing.T) {
 			t.Errorf("%+v: %+v", q, d)
 		}
 	}
+	if d := p.Leads("example.com")(netip.Addr{}); d.Allow || d.Why == "" {
+		t.Errorf("a name leads to no address: %+v", d)
+	}
 	if p.Link(`a\.example.com`).Allow {
 		t.Error("a link of no name is allowed")
 	}
@@ -306,6 +309,15 @@ func TestSpansAndDirectAgreeWithDecide(t *testing.T) {
 			}
 			if d.Allow && d.Rule == "" {
 				t.Fatalf("%v\n%+v: allowed by no rule", p.rules, q)
+			}
+			if q.Name != "" {
+				leads := p.Leads(q.Name)
+				for range 3 {
+					a := c.addr()
+					if got, want := leads(a), p.Decide(Query{Name: q.Name, Addr: a}); got != want {
+						t.Fatalf("%v\n%s at %s: leads %+v, decided %+v", p.rules, q.Name, a, got, want)
+					}
+				}
 			}
 			if any := p.Decide(Query{Name: q.Name, Addr: q.Addr}); d.Allow && !any.Allow {
 				t.Fatalf("%v\n%+v: allowed on a port and on none", p.rules, q)

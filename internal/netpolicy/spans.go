@@ -139,7 +139,7 @@ func (p *Policy) direct(family netip.Prefix) []Region {
 	for i, from := range starts {
 		c, wrong := p.candidates(Query{Addr: from})
 		var spans []Span
-		switch plain := wrong == "" && c.closed == nil && len(c.nets) == 0 && len(c.inner) == 0; {
+		switch plain := wrong == "" && c.plain(); {
 		case plain && known:
 			spans = public
 		case plain:

@@ -13,13 +13,14 @@ import (
 
 const (
 	chainMost = 16  // links from a name to its addresses
-	addrsMost = 256 // addresses in an answer
+	addrsMost = 128 // addresses in an answer
 )
 
 // judged is what of an upstream's answer may pass.
 type judged struct {
 	rcode   int
 	records []dns.RR
+	addrs   []netip.Addr  // among them
 	until   time.Duration // the longest lifetime of an address
 	denied  *netpolicy.Decision
 	link    string // that was denied
@@ -46,16 +47,17 @@ func (c Config) judge(p *netpolicy.Policy, q *query, m *dns.Msg) *judged {
 	if j.denied != nil || j.broken != "" {
 		return j
 	}
+	leads := p.Leads(q.name)
 	for _, rr := range m.Answer {
 		if rr.Header().Rrtype != q.typ || rr.Header().Class != dns.ClassINET || !named(rr, j.end) {
 			continue
 		}
-		c.take(j, p, q, rr, shown)
+		c.take(j, p, leads, rr, shown)
 		if j.denied != nil {
 			return j
 		}
 	}
-	if len(j.dropped) > 0 && len(j.addrs()) == 0 {
+	if len(j.dropped) > 0 && len(j.addrs) == 0 {
 		j.records = nil // nothing to lead to
 	}
 	return j
@@ -99,7 +101,7 @@ func (c Config) alias(j *judged, p *netpolicy.Policy, alias *dns.CNAME, shown st
 }
 
 // take takes a record of the type that was asked for.
-func (c Config) take(j *judged, p *netpolicy.Policy, q *query, rr dns.RR, shown string) {
+func (c Config) take(j *judged, p *netpolicy.Policy, leads func(netip.Addr) netpolicy.Decision, rr dns.RR, shown string) {
 	var addr netip.Addr
 	switch rr := rr.(type) {
 	case *dns.CNAME:
@@ -115,15 +117,18 @@ func (c Config) take(j *judged, p *netpolicy.Policy, q *query, rr dns.RR, shown 
 		j.records = append(j.records, rr)
 		return
 	}
-	has := j.addrs()
-	if len(has) == addrsMost || len(j.dropped) == addrsMost || slices.Contains(has, addr) {
+	if !addr.IsValid() { // an empty record, which the library takes
 		return
 	}
-	if d := p.Decide(netpolicy.Query{Name: q.name, Addr: addr}); !d.Allow {
+	if len(j.addrs) == addrsMost || len(j.dropped) == addrsMost || slices.Contains(j.addrs, addr) {
+		return
+	}
+	if d := leads(addr); !d.Allow {
 		j.dropped = append(j.dropped, dropped{addr, d})
 		return
 	}
 	h := c.header(rr, shown)
+	j.addrs = append(j.addrs, addr)
 	j.until = max(j.until, time.Duration(h.Ttl)*time.Second)
 	if addr.Is4() {
 		j.records = append(j.records, &dns.A{Hdr: h, A: addr.AsSlice()})
@@ -145,9 +150,7 @@ func named(rr dns.RR, name string) bool {
 	return ok && n == name
 }
 
-// addrs returns the addresses among the records.
-func (j *judged) addrs() []netip.Addr { return addrsIn(j.records) }
-
+// addrsIn returns the addresses among records.
 func addrsIn(records []dns.RR) []netip.Addr {
 	var all []netip.Addr
 	for _, rr := range records {
@@ -169,5 +172,5 @@ func addrsIn(records []dns.RR) []netip.Addr {
 // nothing further.
 func (j *judged) open(q *query, m *dns.Msg) bool {
 	return (q.typ == dns.TypeA || q.typ == dns.TypeAAAA) && j.denied == nil && j.broken == "" && j.rcode == dns.RcodeSuccess &&
-		j.end != q.name && len(j.addrs()) == 0 && len(j.dropped) == 0 && len(m.Ns) == 0
+		j.end != q.name && len(j.addrs) == 0 && len(j.dropped) == 0 && len(m.Ns) == 0
 }

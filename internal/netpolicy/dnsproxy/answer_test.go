@@ -331,6 +331,24 @@ func TestPoison(t *testing.T) {
 	}
 }
 
+// An address record without an address is none.
+func TestEmptyRecords(t *testing.T) {
+	for _, typ := range []uint16{dns.TypeA, dns.TypeAAAA} {
+		b, _ := one(t, "example.com", func(a asked) [][]byte {
+			m := new(dns.Msg)
+			m.SetReply(a.msg)
+			m.Answer = append(m.Answer, &dns.RFC3597{Hdr: dns.RR_Header{Name: "example.com.", Rrtype: typ, Class: dns.ClassINET, Ttl: 60}})
+			return [][]byte{pack(t, m)}
+		})
+		if got := brief(b.send(ask("example.com", typ))); got != "NOERROR" {
+			t.Errorf("%s: got %s", typeName(typ), got)
+		}
+		if p := b.Pinned(); len(p) > 0 {
+			t.Errorf("%s: pinned %v", typeName(typ), p)
+		}
+	}
+}
+
 func TestManyAddresses(t *testing.T) {
 	var records []string
 	for i := range 400 {
