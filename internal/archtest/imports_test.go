@@ -131,6 +131,7 @@ var kept = []struct {
 	{"github.com/google/go-containerregistry", []string{"internal/image"}, true, "image is the one place that knows how images are packed"},
 	{"github.com/vishvananda", []string{"internal/netslot", "internal/netpolicy", "internal/backend", "internal/ocispec"}, true,
 		"the host's network is changed in few places"},
+	{"github.com/miekg/dns", []string{"internal/netpolicy"}, true, "DNS is spoken in one place"},
 	{"github.com/spf13/cobra", []string{"internal/ctl", "cmd", "test/bench"}, false, "only the commands people type parse flags this way"},
 	{"C", nil, false, "all is built without cgo: a dynamically linked sentry dies in its empty root"},
 	{"github.com/stretchr/testify", nil, false, "the standard testing package and go-cmp are enough"},
