@@ -71,7 +71,7 @@ func (p *Policy) Decide(q Query) Decision {
 		if proto == "" {
 			proto = TCP
 		}
-		return c.judge(q.Port, proto)
+		return c.say(c.judge(q.Port, proto))
 	}
 	return c.judgeAny(q.Proto)
 }
@@ -257,10 +257,29 @@ func best(levels [][]*rule, port uint16, proto Proto) *rule {
 	return nil
 }
 
+// verdict is a decision before it is worded.
+type verdict struct {
+	allow  bool
+	reason reason
+	rule   *rule // that decided, nil if none did
+	over   *rule // byPin: the "*" that it narrows
+}
+
+type reason int
+
+const (
+	byRule   reason = iota // or by none, if there is none
+	dnsOnly                // port 53
+	notHere                // an address of a closed range
+	byPin                  // a bare address, where a name is denied
+	hidesSNI               // QUIC
+	hidesDNS               // DNS over TLS
+)
+
 // judge decides about one port.
-func (c *candidates) judge(port uint16, proto Proto) Decision {
+func (c *candidates) judge(port uint16, proto Proto) verdict {
 	if port == dnsPort {
-		return Decision{Why: "port 53 is never open: names are answered by the sandbox's own resolver only"}
+		return verdict{reason: dnsOnly}
 	}
 	any := best([][]*rule{c.any}, port, proto)
 	byName := best(c.names, port, proto)
@@ -275,17 +294,20 @@ func (c *candidates) judge(port uint16, proto Proto) Decision {
 	if in := best(c.inner, port, proto); in != nil && !in.allow {
 		byAddr = stronger(byAddr, in)
 	}
-	if c.name != "" && !c.addr.IsValid() {
-		return c.hidden(port, proto, byName, byName, any)
-	}
 	r := byAddr
-	if c.name != "" {
+	switch {
+	case c.name != "" && !c.addr.IsValid():
+		r = byName
+	case c.name != "":
 		r = stronger(byName, unlessAny(byAddr))
 	}
-	if d := c.guard(r, named); d != nil {
-		return *d
+	if r == nil || !r.allow {
+		return verdict{rule: r}
 	}
-	return c.hidden(port, proto, r, byName, byAddr)
+	if c.closed != nil && (named == nil || !named.allow || !within(named.prefix, c.closed.Prefix)) {
+		return verdict{reason: notHere}
+	}
+	return c.hidden(port, proto, r, byAddr)
 }
 
 // unlessAny returns r unless it is "*", which speaks of a name if there is one.
@@ -296,42 +318,26 @@ func unlessAny(r *rule) *rule {
 	return r
 }
 
-// guard refuses an address of a closed range that no rule names; nil is no
-// objection. r is the rule that decides, named that which names the address.
-func (c *candidates) guard(r, named *rule) *Decision {
-	if r == nil || !r.allow || c.closed == nil || named != nil && named.allow && within(named.prefix, c.closed.Prefix) {
-		return nil
-	}
-	return &Decision{Why: fmt.Sprintf("%s is not public (%s, %s): only a rule for it, or for a CIDR within that range, opens it",
-		c.addr, c.closed.What, c.closed.Prefix)}
-}
-
-// hidden finishes: r decides, unless the port hides names and the address is
-// not open by itself.
-func (c *candidates) hidden(port uint16, proto Proto, r, byName, byAddr *rule) Decision {
-	d := c.say(r)
-	if !d.Allow {
-		return d
-	}
+// hidden finishes: r allows, unless names mean nothing at the port and the
+// address is not open by itself.
+func (c *candidates) hidden(port uint16, proto Proto, r, byAddr *rule) verdict {
 	open := byAddr != nil && byAddr.allow
-	deny := c.p.denies(port, proto)
-	if open && byAddr.kind == everything && deny != nil {
-		open = false
-		if c.name == "" {
-			return Decision{Rule: deny.key, Why: fmt.Sprintf("the rule %s denies a name, so %s opens only addresses that another name led to",
-				deny.quote(), byAddr.quote())}
+	if open && byAddr.kind == everything {
+		deny := c.p.denies(port, proto)
+		open = deny == nil
+		if !open && c.name == "" {
+			return verdict{reason: byPin, rule: deny, over: byAddr}
 		}
 	}
-	hides := port == dotPort || port == quicPort && proto == UDP
-	switch {
+	switch hides := port == dotPort || port == quicPort && proto == UDP; {
 	case !hides:
-		return d
+		return verdict{allow: true, rule: r}
 	case open:
-		return c.say(byAddr)
+		return verdict{allow: true, rule: byAddr}
 	case port == quicPort:
-		return Decision{Why: fmt.Sprintf("QUIC (UDP port 443) hides the name it speaks to, and %s is allowed by name; clients fall back to TCP", c.name)}
+		return verdict{reason: hidesSNI}
 	}
-	return Decision{Why: fmt.Sprintf("DNS over TLS (port 853) would get around the rules for names, and %s is allowed by name", c.name)}
+	return verdict{reason: hidesDNS}
 }
 
 // denies returns a rule that denies some name on a port.
@@ -344,21 +350,45 @@ func (p *Policy) denies(port uint16, proto Proto) *rule {
 	return nil
 }
 
-// say words what a rule decides; nil is no rule.
-func (c *candidates) say(r *rule) Decision {
+// say words a verdict.
+func (c *candidates) say(v verdict) Decision {
+	d := Decision{Allow: v.allow}
+	if v.rule != nil {
+		d.Rule = v.rule.key
+	}
 	what := c.name
 	if what == "" {
 		what = c.addr.String()
 	}
-	switch {
-	case r == nil && c.local && len(c.any) > 0:
-		return Decision{Why: fmt.Sprintf("%s is a name of one machine or network, which \"*\" does not cover, and no rule names it", what)}
-	case r == nil:
-		return Decision{Why: fmt.Sprintf("no rule allows %s", what)}
-	case r.allow:
-		return Decision{true, r.key, fmt.Sprintf("the rule %s allows %s", r.quote(), what)}
+	switch v.reason {
+	case dnsOnly:
+		d.Why = "port 53 is never open: names are answered by the sandbox's own resolver only"
+	case notHere:
+		d.Why = fmt.Sprintf("%s is not public (%s, %s): only a rule for it, or for a CIDR within that range, opens it", c.addr, c.closed.What, c.closed.Prefix)
+	case byPin:
+		d.Why = fmt.Sprintf("the rule %s denies a name, so %s opens only addresses that another name led to", v.rule.quote(), v.over.quote())
+	case hidesSNI:
+		d.Why = fmt.Sprintf("QUIC (UDP port 443) hides the name it speaks to, and %s is allowed by name; clients fall back to TCP", what)
+	case hidesDNS:
+		d.Why = fmt.Sprintf("DNS over TLS (port 853) would get around the rules for names, and %s is allowed by name", what)
+	case byRule:
+		d.Why = v.rule.says(what)
+		if v.rule == nil && c.local && len(c.any) > 0 {
+			d.Why = fmt.Sprintf("%s is a name of one machine or network, which \"*\" does not cover, and no rule names it", what)
+		}
 	}
-	return Decision{false, r.key, fmt.Sprintf("the rule %s denies %s", r.quote(), what)}
+	return d
+}
+
+// says words what a rule says of something; nil is no rule.
+func (r *rule) says(what string) string {
+	switch {
+	case r == nil:
+		return "no rule allows " + what
+	case r.allow:
+		return fmt.Sprintf("the rule %s allows %s", r.quote(), what)
+	}
+	return fmt.Sprintf("the rule %s denies %s", r.quote(), what)
 }
 
 // quote names a rule for a person.

@@ -484,6 +484,31 @@ func BenchmarkParse(b *testing.B) {
 	}
 }
 
+// worst are rules that make as much work as a caller can.
+func worst() map[string]map[string]bool {
+	all := map[string]map[string]bool{"cidrs": {}, "ports": {"*": true}, "names": {}, "nested": {"*": true}}
+	for i := range MaxRules - 1 {
+		all["cidrs"][fmt.Sprintf("[2001:db8:%x::/48]:%d", i, 100+2*i)] = true
+		all["ports"][fmt.Sprintf("*:%d", 100+2*i)] = false
+		all["names"][fmt.Sprintf("example.com:%d-%d", 1+i, 65000-i)] = i%2 == 0
+		all["nested"][fmt.Sprintf("[2000::/%d]:%d", 1+i%125+3, 100+2*i)] = i%2 == 0
+	}
+	return all
+}
+
+func BenchmarkWorst(b *testing.B) {
+	for name, rules := range worst() {
+		b.Run(name, func(b *testing.B) {
+			for b.Loop() {
+				p := parse(b, rules)
+				p.Direct()
+				p.Spans("example.com", netip.MustParseAddr("2000::1"))
+				p.Resolve("example.com")
+			}
+		})
+	}
+}
+
 func BenchmarkDirect(b *testing.B) {
 	for name, rules := range map[string]map[string]bool{
 		"names": {"pypi": true, "github": true}, "everything": {"*": true}, "cidrs": {"10.0.0.0/8": true, "10.1.0.0/16": false, "2001:db8::/32": true},

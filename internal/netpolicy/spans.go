@@ -30,7 +30,7 @@ func (c *candidates) spans() []Span {
 	for _, proto := range protos {
 		open := false
 		for i, from := range steps {
-			if !c.judge(from, proto).Allow {
+			if !c.judge(from, proto).allow {
 				open = false
 				continue
 			}
@@ -82,22 +82,22 @@ func (c *candidates) steps() []uint16 {
 // judgeAny decides whether some port is allowed. A refusal is that of the port
 // whose reason says most.
 func (c *candidates) judgeAny(proto Proto) Decision {
-	var refusal Decision
+	var refusal *verdict
 	for _, want := range protos {
 		if proto != "" && proto != want {
 			continue
 		}
 		for _, port := range c.steps() {
-			d := c.judge(port, want)
-			if d.Allow {
-				return d
+			v := c.judge(port, want)
+			if v.allow {
+				return c.say(v)
 			}
-			if port != dnsPort && (refusal.Why == "" || refusal.Rule == "" && d.Rule != "") {
-				refusal = d
+			if port != dnsPort && (refusal == nil || refusal.rule == nil && v.rule != nil) {
+				refusal = &v
 			}
 		}
 	}
-	return refusal
+	return c.say(*refusal) // there is a step besides port 53
 }
 
 // Region is a range of addresses of one family, both ends included, that may be
