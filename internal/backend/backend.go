@@ -116,6 +116,9 @@ type Slot struct {
 	GatewayIP  string `json:"gateway_ip"`  // address of the host's end
 	GatewayMAC string `json:"gateway_mac"` // its hardware address
 	MTU        int    `json:"mtu"`
+	// Of IPv6; "" in a slot of an earlier version, which has none.
+	GuestAddr6 string `json:"guest_addr6,omitempty"`
+	GatewayIP6 string `json:"gateway_ip6,omitempty"`
 }
 
 // Handle is what a backend needs to find one of its machines again. Only the

@@ -75,7 +75,7 @@ func beNode(dir string) (err error) {
 	if err != nil {
 		return err
 	}
-	slots := netslot.NewPool(log, prefix, 4)
+	slots := netslot.NewPool(log, prefix, 4, nil)
 	backends, err := builtin.Open(builtin.Options{
 		Log: log, StateDir: state, Prefix: prefix, Agent: agent, Slots: slots, SentryPath: filepath.Join(dir, "opendsec-sentry"), ReadyMachines: 2,
 	})
@@ -541,7 +541,7 @@ func TestRealLeaksAreFound(t *testing.T) {
 		t.Fatal(err)
 	}
 	// A network slot.
-	pool := netslot.NewPool(slog.New(slog.DiscardHandler), prefix, 0)
+	pool := netslot.NewPool(slog.New(slog.DiscardHandler), prefix, 0, nil)
 	slot, err := pool.Acquire(t.Context())
 	if err != nil {
 		t.Fatal(err)

@@ -4,7 +4,8 @@
 // a machine keeps its own. A slot has no way out: nothing routes from it.
 //
 // What a sandbox may reach is not decided here, and the package keeps no
-// record of slots: the names on the host are the record.
+// record of slots: the names on the host are the record. Package netgate makes
+// a gate of a slot.
 package netslot
 
 import (
@@ -30,9 +31,16 @@ const (
 	gatewayLink = "gw0"
 	guestMAC    = "02:00:0a:00:00:02"
 	gatewayMAC  = "02:00:0a:00:00:01"
-	guestAddr   = "10.0.0.2/24"
-	gatewayAddr = "10.0.0.1/24"
 	mtu         = 1500
+
+	// Of a range that is for links inside a host and on no network (RFC 7335),
+	// so that whatever network a sandbox is to reach has other addresses.
+	guestAddr   = "192.0.0.2/30"
+	gatewayAddr = "192.0.0.1/30"
+	// Of a private range of our own. Programs that sort addresses take IPv4
+	// first from such a one.
+	guestAddr6   = "fd5e:c0de:5eed::2/126"
+	gatewayAddr6 = "fd5e:c0de:5eed::1/126"
 )
 
 // dir is where named network namespaces are, for "ip netns" too.
@@ -46,9 +54,12 @@ func describe(name string) backend.Slot {
 		GuestLink:  guestLink,
 		GuestMAC:   guestMAC,
 		GuestAddr:  guestAddr,
-		GatewayIP:  "10.0.0.1",
+		GatewayIP:  "192.0.0.1",
 		GatewayMAC: gatewayMAC,
 		MTU:        mtu,
+
+		GuestAddr6: guestAddr6,
+		GatewayIP6: "fd5e:c0de:5eed::1",
 	}
 }
 
@@ -150,7 +161,8 @@ func removeLinks(path string) error {
 }
 
 // create makes the slot of a name. os.ErrExist says that the name is taken.
-func create(name string) (slot backend.Slot, err error) {
+// further, unless it is nil, is called at the end, on a thread in the slot's namespace.
+func create(name string, further func(backend.Slot) error) (slot backend.Slot, err error) {
 	path, err := pathOf(name)
 	if err != nil {
 		return slot, err
@@ -175,7 +187,10 @@ func create(name string) (slot backend.Slot, err error) {
 		if err := unix.Mount("/proc/thread-self/ns/net", path, "", unix.MS_BIND, ""); err != nil {
 			return fmt.Errorf("mount on %s: %w", path, err)
 		}
-		return furnish()
+		if err := furnish(); err != nil || further == nil {
+			return err
+		}
+		return further(describe(name))
 	})
 	if err != nil {
 		return slot, fmt.Errorf("make network slot %s: %w", name, err)
@@ -222,31 +237,45 @@ func furnish() error {
 			return fmt.Errorf("set link %s up: %w", name, err)
 		}
 		if name == gatewayLink {
-			return address(h, link, guest)
+			return errors.Join(address(h, link, gatewayAddr, guestAddr, guest), address6(h, link, guest))
 		}
 	}
 	return nil
 }
 
-// address gives the gateway its address and tells it where the guest is, so
-// that no packet waits for an ARP answer.
-func address(h *netlink.Handle, link netlink.Link, guest net.HardwareAddr) error {
-	addr, err := netlink.ParseAddr(gatewayAddr)
+// address6 gives the gateway its IPv6 address, on a kernel that has IPv6.
+func address6(h *netlink.Handle, link netlink.Link, guest net.HardwareAddr) error {
+	conf := "/proc/sys/net/ipv6/conf/" + gatewayLink
+	if _, err := os.Stat(conf); errors.Is(err, os.ErrNotExist) {
+		return nil
+	}
+	for _, set := range [][2]string{
+		{"addr_gen_mode", "1"}, // no address but the one below
+		{"accept_ra", "0"}, {"accept_dad", "0"}, {"disable_ipv6", "0"},
+	} {
+		if err := os.WriteFile(filepath.Join(conf, set[0]), []byte(set[1]), 0); err != nil {
+			return fmt.Errorf("set up IPv6 of link %s: %w", gatewayLink, err)
+		}
+	}
+	return address(h, link, gatewayAddr6, guestAddr6, guest)
+}
+
+// address gives the gateway an address and tells it where the guest's is, so
+// that no packet waits for an answer about that.
+func address(h *netlink.Handle, link netlink.Link, own, guests string, guest net.HardwareAddr) error {
+	addr, err := netlink.ParseAddr(own)
 	if err != nil {
 		return err
 	}
 	if err := h.AddrAdd(link, addr); err != nil {
-		return fmt.Errorf("add address %s: %w", gatewayAddr, err)
+		return fmt.Errorf("add address %s: %w", own, err)
 	}
-	ip, _, err := net.ParseCIDR(guestAddr)
+	ip, _, err := net.ParseCIDR(guests)
 	if err != nil {
 		return err
 	}
-	err = h.NeighSet(&netlink.Neigh{
-		LinkIndex: link.Attrs().Index, Family: netlink.FAMILY_V4,
-		State: netlink.NUD_PERMANENT, IP: ip, HardwareAddr: guest,
-	})
-	if err != nil {
+	neigh := &netlink.Neigh{LinkIndex: link.Attrs().Index, State: netlink.NUD_PERMANENT, IP: ip, HardwareAddr: guest}
+	if err := h.NeighSet(neigh); err != nil {
 		return fmt.Errorf("add neighbour %s: %w", ip, err)
 	}
 	return nil

@@ -45,7 +45,7 @@ func prefixFor(t testing.TB) string {
 // running starts a pool; its Run has returned when the test ends.
 func running(t testing.TB, prefix string, size int) *Pool {
 	t.Helper()
-	p := NewPool(slog.New(slog.NewTextHandler(t.Output(), nil)), prefix, size)
+	p := NewPool(slog.New(slog.NewTextHandler(t.Output(), nil)), prefix, size, nil)
 	ctx, cancel := context.WithCancel(context.Background())
 	done := make(chan error, 1)
 	go func() { done <- p.Run(ctx) }()
@@ -79,7 +79,7 @@ func descriptors(t testing.TB) int {
 }
 
 func TestSlotIsClosedAndComplete(t *testing.T) {
-	slot, err := create(prefixFor(t) + "-a")
+	slot, err := create(prefixFor(t)+"-a", nil)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -114,15 +114,17 @@ func TestSlotIsClosedAndComplete(t *testing.T) {
 		if err != nil {
 			return err
 		}
-		if len(routes) != 1 || routes[0].Dst.String() != "10.0.0.0/24" {
+		if len(routes) != 1 || routes[0].Dst.String() != "192.0.0.0/30" {
 			t.Errorf("routes: %v; want the slot's own net only", routes)
 		}
 		addrs, err := netlink.AddrList(nil, netlink.FAMILY_V6)
 		if err != nil {
 			return err
 		}
-		if len(addrs) != 0 {
-			t.Errorf("IPv6 addresses: %v", addrs)
+		for _, a := range addrs {
+			if !a.IP.IsLoopback() && a.IPNet.String() != gatewayAddr6 {
+				t.Errorf("IPv6 address %v", a)
+			}
 		}
 		fwd, err := os.ReadFile("/proc/sys/net/ipv4/ip_forward")
 		if err != nil || strings.TrimSpace(string(fwd)) != "0" {
@@ -137,10 +139,10 @@ func TestSlotIsClosedAndComplete(t *testing.T) {
 
 func TestNameIsTakenOnce(t *testing.T) {
 	prefix := prefixFor(t)
-	if _, err := create(prefix + "-a"); err != nil {
+	if _, err := create(prefix+"-a", nil); err != nil {
 		t.Fatal(err)
 	}
-	if _, err := create(prefix + "-a"); !errors.Is(err, os.ErrExist) {
+	if _, err := create(prefix+"-a", nil); !errors.Is(err, os.ErrExist) {
 		t.Errorf("a second slot of the same name: %v", err)
 	}
 	for range 2 {
@@ -171,7 +173,7 @@ func TestRemoveHalfMade(t *testing.T) {
 }
 
 func TestRemoveWhileHeld(t *testing.T) {
-	slot, err := create(prefixFor(t) + "-held")
+	slot, err := create(prefixFor(t)+"-held", nil)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -208,14 +210,14 @@ func TestRemoveCovered(t *testing.T) {
 		}
 		return
 	}
-	before, err := create(prefix + "-before")
+	before, err := create(prefix+"-before", nil)
 	if err != nil {
 		t.Fatal(err)
 	}
 	if err := unix.Mount(dir, dir, "", unix.MS_BIND|unix.MS_REC, ""); err != nil {
 		t.Fatal(err)
 	}
-	after, err := create(prefix + "-after")
+	after, err := create(prefix+"-after", nil)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -295,7 +297,7 @@ func canceled(t *testing.T) context.Context {
 // its own, as the container backend does, and a listener there.
 func guest(t *testing.T, slot backend.Slot, addr string) net.Listener {
 	t.Helper()
-	other, err := create(strings.Split(slot.Name, "-")[0] + "-guest")
+	other, err := create(strings.Split(slot.Name, "-")[0]+"-guest", nil)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -353,12 +355,12 @@ func guest(t *testing.T, slot backend.Slot, addr string) net.Listener {
 
 func TestDial(t *testing.T) {
 	prefix := prefixFor(t)
-	slot, err := create(prefix + "-d")
+	slot, err := create(prefix+"-d", nil)
 	if err != nil {
 		t.Fatal(err)
 	}
 	defer Remove(slot.Name)
-	l := guest(t, slot, "10.0.0.2:7007")
+	l := guest(t, slot, "192.0.0.2:7007")
 	served := make(chan struct{})
 	go func() {
 		defer close(served)
@@ -416,7 +418,7 @@ func TestDial(t *testing.T) {
 
 // Nobody answers: the context must end the wait, and no descriptor may stay.
 func TestDialNobody(t *testing.T) {
-	slot, err := create(prefixFor(t) + "-n")
+	slot, err := create(prefixFor(t)+"-n", nil)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -439,7 +441,7 @@ func BenchmarkCreate(b *testing.B) {
 	prefix := prefixFor(b)
 	var names []string
 	for b.Loop() {
-		slot, err := create(fmt.Sprintf("%s-%d", prefix, len(names)))
+		slot, err := create(fmt.Sprintf("%s-%d", prefix, len(names)), nil)
 		if err != nil {
 			b.Fatal(err)
 		}

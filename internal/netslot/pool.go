@@ -25,8 +25,11 @@ const retry = time.Second
 type Pool struct {
 	log    *slog.Logger
 	prefix string
-	ready  chan backend.Slot
-	taken  chan struct{} // holds one when a slot was taken since the last fill
+	// further is done to each new slot, on a thread in its namespace.
+	further func(backend.Slot) error
+
+	ready chan backend.Slot
+	taken chan struct{} // holds one when a slot was taken since the last fill
 
 	mu       sync.Mutex
 	next     uint64          // number of the next name to try
@@ -36,14 +39,16 @@ type Pool struct {
 }
 
 // NewPool returns a pool of up to size ready slots, named prefix and a number.
-// It makes none before Run.
-func NewPool(log *slog.Logger, prefix string, size int) *Pool {
+// It makes none before Run. further, unless it is nil, is done to each new slot,
+// on a thread in its namespace; a slot for which it fails is not made.
+func NewPool(log *slog.Logger, prefix string, size int, further func(backend.Slot) error) *Pool {
 	return &Pool{
-		log:    log,
-		prefix: prefix,
-		ready:  make(chan backend.Slot, max(size, 0)),
-		taken:  make(chan struct{}, 1),
-		held:   map[string]bool{},
+		log:     log,
+		prefix:  prefix,
+		further: further,
+		ready:   make(chan backend.Slot, max(size, 0)),
+		taken:   make(chan struct{}, 1),
+		held:    map[string]bool{},
 		// By chance, so that a name of an earlier run, which somebody may still
 		// want to remove, does not come again.
 		next: uint64(rand.Uint32()),
@@ -200,7 +205,7 @@ func (p *Pool) create(ctx context.Context) (backend.Slot, error) {
 		p.next++
 		p.held[name] = true
 		p.mu.Unlock()
-		slot, err := create(name)
+		slot, err := create(name, p.further)
 		if err != nil {
 			p.hold(name, false)
 		}

@@ -53,7 +53,7 @@ func newEnv(t testing.TB, k Kind, shared material) *env {
 	}
 	ctx, cancel := context.WithTimeout(context.Background(), 10*patience)
 	e.ctx = ctx
-	e.slots = netslot.NewPool(e.place.Log, e.place.Prefix, 0)
+	e.slots = netslot.NewPool(e.place.Log, e.place.Prefix, 0, nil)
 	running, stop := context.WithCancel(context.Background())
 	stopped := make(chan error, 1)
 	go func() { stopped <- e.slots.Run(running) }()

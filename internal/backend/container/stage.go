@@ -4,6 +4,7 @@ import (
 	"errors"
 	"fmt"
 	"io/fs"
+	"net"
 	"os"
 	"path/filepath"
 	"runtime"
@@ -60,8 +61,7 @@ func newStage() (stage, error) {
 	return s, nil
 }
 
-// openNetwork gives the stage's network namespace its loopback. There is no
-// route out, now or later.
+// openNetwork gives the stage's network namespace its loopback.
 func (s stage) openNetwork() error {
 	for path, value := range map[string]string{
 		// Links that come later get no IPv6 address; the loopback has one.
@@ -116,28 +116,81 @@ func (s stage) connect(slot backend.Slot) error {
 	if err != nil {
 		return err
 	}
-	h, err := netlink.NewHandleAt(ns, unix.NETLINK_ROUTE)
-	if err != nil {
-		return fmt.Errorf("open netlink: %w", err)
-	}
-	defer h.Close()
-	return address(h, slot)
+	return netslot.Inside(backend.Slot{NetNS: s.netns}, func() error {
+		h, err := netlink.NewHandle(unix.NETLINK_ROUTE)
+		if err != nil {
+			return fmt.Errorf("open netlink: %w", err)
+		}
+		defer h.Close()
+		return address(h, slot)
+	})
 }
 
+// openIPv6 lets a link have the IPv6 address that it is given and no other.
+func openIPv6(link string) error {
+	dir := filepath.Join("/proc/sys/net/ipv6/conf", link)
+	for _, set := range [][2]string{{"addr_gen_mode", "1"}, {"accept_ra", "0"}, {"accept_dad", "0"}, {"disable_ipv6", "0"}} {
+		if err := os.WriteFile(filepath.Join(dir, set[0]), []byte(set[1]), 0); err != nil {
+			return fmt.Errorf("set up IPv6 of link %s: %w", link, err)
+		}
+	}
+	return nil
+}
+
+// address gives the guest link its addresses and the way to the gateway. Nobody
+// in the container can change that: it has no CAP_NET_ADMIN.
 func address(h *netlink.Handle, slot backend.Slot) error {
 	link, err := h.LinkByName(slot.GuestLink)
 	if err != nil {
 		return fmt.Errorf("find link %s in the container: %w", slot.GuestLink, err)
 	}
-	addr, err := netlink.ParseAddr(slot.GuestAddr)
-	if err != nil {
-		return fmt.Errorf("guest address %q of slot %s: %w", slot.GuestAddr, slot.Name, err)
-	}
-	if err := h.AddrAdd(link, addr); err != nil {
-		return fmt.Errorf("add address %s: %w", slot.GuestAddr, err)
+	if slot.GuestAddr6 != "" {
+		// Before the link is up, so that it gets no other address.
+		if err := openIPv6(slot.GuestLink); err != nil {
+			return err
+		}
 	}
 	if err := h.LinkSetUp(link); err != nil {
 		return fmt.Errorf("set link %s up: %w", slot.GuestLink, err)
+	}
+	for _, own := range []struct{ addr, gateway, all string }{
+		{slot.GuestAddr, slot.GatewayIP, "0.0.0.0/0"},
+		{slot.GuestAddr6, slot.GatewayIP6, "::/0"},
+	} {
+		if own.addr == "" {
+			continue
+		}
+		if err := route(h, link, slot.GatewayMAC, own.addr, own.gateway, own.all); err != nil {
+			return fmt.Errorf("address %q of slot %s: %w", own.addr, slot.Name, err)
+		}
+	}
+	return nil
+}
+
+// route gives a link an address and leads all to a gateway.
+func route(h *netlink.Handle, link netlink.Link, gatewayMAC, own, gateway, all string) error {
+	addr, err := netlink.ParseAddr(own)
+	if err != nil {
+		return err
+	}
+	mac, err := net.ParseMAC(gatewayMAC)
+	if err != nil {
+		return err
+	}
+	_, everything, err := net.ParseCIDR(all)
+	if err != nil {
+		return err
+	}
+	if err := h.AddrAdd(link, addr); err != nil {
+		return fmt.Errorf("add it: %w", err)
+	}
+	index, ip := link.Attrs().Index, net.ParseIP(gateway)
+	neigh := &netlink.Neigh{LinkIndex: index, State: netlink.NUD_PERMANENT, IP: ip, HardwareAddr: mac}
+	if err := h.NeighSet(neigh); err != nil {
+		return fmt.Errorf("add the neighbour %s: %w", gateway, err)
+	}
+	if err := h.RouteAdd(&netlink.Route{LinkIndex: index, Dst: everything, Gw: ip}); err != nil {
+		return fmt.Errorf("add the route to %s: %w", gateway, err)
 	}
 	return nil
 }

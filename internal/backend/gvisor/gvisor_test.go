@@ -41,7 +41,7 @@ func TestMain(m *testing.M) {
 // test's end.
 func slots(t testing.TB, p backendtest.Place) *netslot.Pool {
 	t.Helper()
-	pool := netslot.NewPool(p.Log, p.Prefix, 0)
+	pool := netslot.NewPool(p.Log, p.Prefix, 0, nil)
 	ctx, cancel := context.WithCancel(context.Background())
 	done := make(chan error, 1)
 	go func() { done <- pool.Run(ctx) }()

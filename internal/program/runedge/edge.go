@@ -97,7 +97,7 @@ func (c *Server) Run(ctx context.Context, log *slog.Logger) (err error) {
 		return err
 	}
 	prefix := backend.Prefix(c.StateDir)
-	slots := netslot.NewPool(log, prefix, c.ReadySlots)
+	slots := netslot.NewPool(log, prefix, c.ReadySlots, nil)
 	backends, err := builtin.Open(builtin.Options{
 		Log: log, StateDir: c.StateDir, Prefix: prefix, Agent: agent, SentryPath: c.SentryPath, Slots: slots, ReadyMachines: c.ReadyMachines,
 	})
