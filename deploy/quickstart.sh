@@ -10,6 +10,7 @@ ops=/root/opendsec-ops
 lib=/usr/local/lib/opendsec
 state=
 listen=
+dns=()
 source=docker.io/library/python:3.12
 xfs_size=
 action=install
@@ -30,6 +31,8 @@ usage: deploy/quickstart.sh [options]
                       where something is mounted at /data, else /var/lib/opendsec)
   --ops DIR           where the configuration, the CA's key and the tokens are
                       kept (default $ops)
+  --dns ADDR[:PORT]   the resolver that sandboxes' names are asked of; may be
+                      repeated (default those of /etc/resolv.conf)
   --image SOURCE      the image to import first (default $source)
   --xfs-image SIZE    keep the state in an XFS file system inside a file of this
                       size beside its directory, such as 100G (from 1G; M, G and
@@ -41,12 +44,13 @@ EOF
 
 while [ $# -gt 0 ]; do
   case "$1" in
-    --listen | --state | --ops | --image | --xfs-image)
+    --listen | --state | --ops | --dns | --image | --xfs-image)
       [ -n "${2:-}" ] || die "$1 wants a value; see --help"
       case "$1" in
         --listen) listen=$2 ;;
         --state) state=$2 ;;
         --ops) ops=$2 ;;
+        --dns) dns+=(--dns "$2") ;;
         --image) source=$2 ;;
         --xfs-image) xfs_size=$2 ;;
       esac
@@ -339,7 +343,7 @@ install_all() {
   say "installing (programs, certificates, node settings)"
   make -s -C "$root" install PREFIX=/usr/local
   say "creating the project root/demo and its caller"
-  "$lib/opendsec" init --ops "$ops" --state "$state" ${listen:+--listen "$listen"} --programs "$lib"
+  "$lib/opendsec" init --ops "$ops" --state "$state" ${listen:+--listen "$listen"} "${dns[@]}" --programs "$lib"
   say "starting"
   start
   say "checking the image store"

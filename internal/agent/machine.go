@@ -6,6 +6,7 @@ import (
 	"errors"
 	"io/fs"
 	"log/slog"
+	"net/netip"
 	"os"
 	"path"
 	"strings"
@@ -40,6 +41,9 @@ func (m machine) settle(msg *agentv1.HelloRequest, u account.User, workdir strin
 	if msg.GetSandboxId() != "" {
 		m.setMachineID(machineID(msg.GetSandboxId()))
 	}
+	if msg.GetResolver() != "" {
+		m.setResolver(msg.GetResolver())
+	}
 	if !exists("/tmp") {
 		m.try("make /tmp", errors.Join(os.Mkdir("/tmp", 0o777), os.Chmod("/tmp", 0o777|fs.ModeSticky)))
 	}
@@ -51,6 +55,36 @@ func (m machine) settle(msg *agentv1.HelloRequest, u account.User, workdir strin
 	if msg.GetGeneration() != "" {
 		m.put(generationFile, msg.GetGeneration()+"\n", 0o644)
 	}
+}
+
+// setResolver makes /etc/resolv.conf name a resolver, unless it names one
+// outside of the machine. Whichever that is, the network leads to the right one.
+func (m machine) setResolver(addr string) {
+	const file = "/etc/resolv.conf"
+	have, err := os.ReadFile(file)
+	if err == nil && namesResolver(string(have)) {
+		return
+	}
+	if info, lerr := os.Lstat(file); lerr == nil && info.Mode()&fs.ModeSymlink != 0 {
+		// To a place of a resolver's that does not run here.
+		m.try("remove the link "+file, os.Remove(file))
+	}
+	m.put(file, "nameserver "+addr+"\n", 0o644)
+}
+
+// namesResolver reports whether a resolv.conf names a resolver that is not on
+// the loopback, where in a new machine there is none.
+func namesResolver(conf string) bool {
+	for line := range strings.Lines(conf) {
+		fields := strings.Fields(line)
+		if len(fields) < 2 || fields[0] != "nameserver" {
+			continue
+		}
+		if addr, err := netip.ParseAddr(fields[1]); err == nil && !addr.IsLoopback() {
+			return true
+		}
+	}
+	return false
 }
 
 // generationFile holds the name of the machine's present life. It is replaced

@@ -186,6 +186,7 @@ type Identity struct {
 	// Generation names this life of the machine; another one says that it stood
 	// still or is a copy, and breaks all connections but the client's. "" keeps it.
 	Generation string
+	Resolver   string // its address, for a machine that has none; "" leaves it alone
 }
 
 // Info describes an agent.
@@ -204,7 +205,7 @@ func (c *Client) Hello(ctx context.Context, id Identity) (Info, error) {
 	}
 	req := &agentv1.HelloRequest{
 		Token: id.Token, SandboxId: string(id.SandboxID), Hostname: id.Hostname, Env: id.Env,
-		DefaultUser: id.User, DefaultWorkdir: id.Workdir, Entropy: id.Entropy, Generation: id.Generation,
+		DefaultUser: id.User, DefaultWorkdir: id.Workdir, Entropy: id.Entropy, Generation: id.Generation, Resolver: id.Resolver,
 	}
 	if !id.Now.IsZero() {
 		req.Now = timestamppb.New(id.Now)

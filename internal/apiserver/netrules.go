@@ -1,89 +1,69 @@
 package apiserver
 
 import (
-	"net/netip"
-	"regexp"
-	"strconv"
-	"strings"
+	"context"
 
+	opendsecv1 "github.com/kernflux/opendsec/api/gen/opendsec/v1"
 	"github.com/kernflux/opendsec/internal/fault"
+	"github.com/kernflux/opendsec/internal/iam/role"
+	"github.com/kernflux/opendsec/internal/netpolicy"
 	"github.com/kernflux/opendsec/internal/sandbox"
 )
 
-const maxRules = 256
+// checkRules reads the network rules of a wish.
+func checkRules(s *sandbox.Spec) error { return checkNetwork("spec.network_rules", s.NetworkRules) }
 
-// rulesNotInForce is what a sandbox with rules that open something is warned of.
-const rulesNotInForce = "network rules are kept but not in force yet: this version's network is closed"
-
-var (
-	presetForm = regexp.MustCompile(`^[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?$`)
-	domainForm = regexp.MustCompile(`^(\*\.)?([A-Za-z0-9_]([A-Za-z0-9_-]{0,61}[A-Za-z0-9])?\.)+[A-Za-z0-9]([A-Za-z0-9-]{0,61}[A-Za-z0-9])?\.?$`)
-)
-
-// checkRules checks the form of each rule's key: "*", a preset, a domain, an
-// address or a CIDR, with or without a port.
-func checkRules(s *sandbox.Spec) error {
-	if len(s.NetworkRules) > maxRules {
-		return fault.Invalid("spec.network_rules", "%d network rules: at most %d", len(s.NetworkRules), maxRules)
-	}
-	for key := range s.NetworkRules {
-		if why := wrongRule(key); why != "" {
-			return fault.Invalid("spec.network_rules", "network rule %.80q: %s", key, why)
-		}
+func checkNetwork(field string, rules map[string]bool) error {
+	if _, err := netpolicy.Parse(rules); err != nil {
+		return fault.Invalid(field, "%w", err)
 	}
 	return nil
 }
-
-// wrongRule says what is wrong with a rule's key, "" when nothing is.
-func wrongRule(key string) string {
-	const forms = `want "*", a preset ("pypi"), a domain ("github.com"), an address or a CIDR, each with ":port" if need be`
-	target := key
-	if _, err := netip.ParseAddr(key); err == nil {
-		return "" // an IPv6 address has colons of its own
-	}
-	if _, err := netip.ParsePrefix(key); err == nil {
-		return ""
-	}
-	if i := strings.LastIndexByte(key, ':'); i >= 0 {
-		port, err := strconv.ParseUint(key[i+1:], 10, 16)
-		if err != nil || port == 0 {
-			return "the port must be from 1 to 65535"
-		}
-		target = key[:i]
-	}
-	if in, ok := strings.CutPrefix(target, "["); ok {
-		target = strings.TrimSuffix(in, "]")
-	}
-	if _, err := netip.ParseAddr(target); err == nil {
-		return ""
-	}
-	if strings.Contains(target, "/") {
-		if _, err := netip.ParsePrefix(target); err != nil {
-			return "not a CIDR, such as 10.0.0.0/8"
-		}
-		return ""
-	}
-	if target == "*" || presetForm.MatchString(target) && !allDigits(target) {
-		return ""
-	}
-	if len(target) <= 253 && domainForm.MatchString(target) && !looksLikeAddress(target) {
-		return ""
-	}
-	return forms
-}
-
-func allDigits(s string) bool { return strings.Trim(s, "0123456789") == "" }
-
-// looksLikeAddress reports whether s is of digits and dots only, so that
-// "10.0.0" or "1.2.3.400" is not taken for a domain.
-func looksLikeAddress(s string) bool { return strings.Trim(s, "0123456789.") == "" }
 
 // warnings says what the caller of a sandbox should know.
 func warnings(sb *sandbox.Sandbox) []string {
+	if sb.Spec.Backend != sandbox.Sim {
+		return nil
+	}
 	for _, open := range sb.Spec.NetworkRules {
 		if open {
-			return []string{rulesNotInForce}
+			return []string{"network rules are kept and open nothing: the backend sim has no network"}
 		}
 	}
 	return nil
+}
+
+// updateNetwork replaces the rules of a sandbox: in the record, which forks and
+// the next resume go by, and on its node. When the node cannot be told, the call
+// fails and may be repeated.
+func (s *Server) updateNetwork(ctx context.Context, id string, rules map[string]bool) (*sandbox.Sandbox, error) {
+	if err := checkNetwork("network_rules", rules); err != nil {
+		return nil, err
+	}
+	sb, address, err := s.findAlive(ctx, id, role.Developer)
+	if err != nil {
+		return nil, err
+	}
+	if err := s.edges.updateNetwork(ctx, address, sb.ID, rules); err != nil {
+		return nil, err
+	}
+	return s.deps.DB.UpdateSandbox(ctx, sb.ID, func(r *sandbox.Sandbox) error {
+		if r.End != nil {
+			return ended(r.ID, *r.End)
+		}
+		r.Spec.NetworkRules = rules
+		return nil
+	})
+}
+
+// explainNetwork asks a sandbox's node whether it may reach something.
+func (s *Server) explainNetwork(ctx context.Context, id, target string) (*opendsecv1.NetworkDecision, error) {
+	if _, err := netpolicy.ParseQuery(target); err != nil {
+		return nil, fault.Invalid("target", "%w", err)
+	}
+	sb, address, err := s.findAlive(ctx, id, role.Viewer)
+	if err != nil {
+		return nil, err
+	}
+	return s.edges.explainNetwork(ctx, address, sb.ID, target)
 }

@@ -207,6 +207,27 @@ func (e *edges) metrics(ctx context.Context, address string, id sandbox.ID) (*op
 	return res.Msg.GetMetrics(), nil
 }
 
+func (e *edges) updateNetwork(ctx context.Context, address string, id sandbox.ID, rules map[string]bool) error {
+	_, err := e.at(address).UpdateNetwork(ctx, connect.NewRequest(&edgev1.UpdateNetworkRequest{Id: string(id), NetworkRules: rules}))
+	return fault.FromConnect(err)
+}
+
+func (e *edges) explainNetwork(ctx context.Context, address string, id sandbox.ID, target string) (*opendsecv1.NetworkDecision, error) {
+	res, err := e.at(address).ExplainNetwork(ctx, connect.NewRequest(&edgev1.ExplainNetworkRequest{Id: string(id), Target: target}))
+	if err != nil {
+		return nil, fault.FromConnect(err)
+	}
+	return res.Msg.GetDecision(), nil
+}
+
+func (e *edges) denied(ctx context.Context, address string, id sandbox.ID) (*edgev1.ListDeniedResponse, error) {
+	res, err := e.at(address).ListDenied(ctx, connect.NewRequest(&edgev1.ListDeniedRequest{Id: string(id)}))
+	if err != nil {
+		return nil, fault.FromConnect(err)
+	}
+	return res.Msg, nil
+}
+
 func (e *edges) deleteImage(ctx context.Context, address, digest string) error {
 	_, err := e.at(address).DeleteImage(ctx, connect.NewRequest(&edgev1.DeleteImageRequest{Digest: digest}))
 	return fault.FromConnect(err)

@@ -163,6 +163,34 @@ func (h sandboxRPC) GetMetrics(ctx context.Context, req *connect.Request[opendse
 	return connect.NewResponse(&opendsecv1.GetMetricsResponse{Metrics: metrics}), nil
 }
 
+func (h sandboxRPC) UpdateNetwork(ctx context.Context, req *connect.Request[opendsecv1.UpdateNetworkRequest]) (*connect.Response[opendsecv1.UpdateNetworkResponse], error) {
+	sb, err := h.s.updateNetwork(ctx, req.Msg.GetId(), req.Msg.GetNetworkRules())
+	if err != nil {
+		return nil, err
+	}
+	return connect.NewResponse(&opendsecv1.UpdateNetworkResponse{Sandbox: sandboxToProto(sb)}), nil
+}
+
+func (h sandboxRPC) ExplainNetwork(ctx context.Context, req *connect.Request[opendsecv1.ExplainNetworkRequest]) (*connect.Response[opendsecv1.ExplainNetworkResponse], error) {
+	d, err := h.s.explainNetwork(ctx, req.Msg.GetId(), req.Msg.GetTarget())
+	if err != nil {
+		return nil, err
+	}
+	return connect.NewResponse(&opendsecv1.ExplainNetworkResponse{Decision: d}), nil
+}
+
+func (h sandboxRPC) ListDenied(ctx context.Context, req *connect.Request[opendsecv1.ListDeniedRequest]) (*connect.Response[opendsecv1.ListDeniedResponse], error) {
+	sb, address, err := h.s.findAlive(ctx, req.Msg.GetId(), role.Viewer)
+	if err != nil {
+		return nil, err
+	}
+	found, err := h.s.edges.denied(ctx, address, sb.ID)
+	if err != nil {
+		return nil, err
+	}
+	return connect.NewResponse(&opendsecv1.ListDeniedResponse{Denials: found.GetDenials(), Total: found.GetTotal()}), nil
+}
+
 func (h sandboxRPC) PauseSandbox(ctx context.Context, req *connect.Request[opendsecv1.PauseSandboxRequest]) (*connect.Response[opendsecv1.PauseSandboxResponse], error) {
 	sb, err := h.s.pause(ctx, req.Msg.GetId())
 	if err != nil {

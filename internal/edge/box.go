@@ -4,6 +4,7 @@ import (
 	"context"
 	"fmt"
 	"sync"
+	"sync/atomic"
 	"time"
 
 	"github.com/kernflux/opendsec/internal/backend"
@@ -36,6 +37,9 @@ type box struct {
 	created chan struct{} // closed when the create came to its end, good or bad
 	ended   chan struct{} // closed when nothing is left of it, or the edge stops
 	changed chan struct{} // holds one when the deadlines are to be looked at again
+
+	netting sync.Mutex  // held over each change of its network; before writing and mu
+	pinned  atomic.Bool // its network's pins changed since they were recorded
 
 	writing sync.Mutex // held over each write of the journal, so that they keep their order
 

@@ -62,7 +62,9 @@ func (e *Edge) fork(ctx context.Context, b *box, children []journal.Entry, memor
 	}
 	results := make([]forked, len(children))
 	var making sync.WaitGroup
+	pins := b.pinsOf()
 	for i, child := range children {
+		child.Pins = pins // what its programs know is true for them too
 		making.Go(func() { results[i].status, results[i].err = e.create(ctx, child, from) })
 	}
 	making.Wait()

@@ -14,6 +14,7 @@ import (
 	"github.com/kernflux/opendsec/internal/daemon"
 	"github.com/kernflux/opendsec/internal/edge/journal"
 	"github.com/kernflux/opendsec/internal/fault"
+	"github.com/kernflux/opendsec/internal/netgate"
 	"github.com/kernflux/opendsec/internal/sandbox"
 )
 
@@ -152,6 +153,22 @@ func metricsToProto(limits sandbox.Limits, used backend.Usage, now time.Time) *o
 		DiskBytes: used.DiskBytes, DiskLimitBytes: limits.DiskMB << 20, Pids: used.PIDs,
 		SharedMemoryBytes: used.SharedMemoryBytes,
 	}
+}
+
+func addNetwork(m *opendsecv1.Metrics, u netgate.Usage) {
+	m.NetworkSentBytes, m.NetworkReceivedBytes = u.Sent, u.Received
+	m.NetworkFlows, m.NetworkDenied = int64(u.Flows), u.Denied
+}
+
+func denialToProto(d netgate.Denial) *opendsecv1.Denial {
+	p := &opendsecv1.Denial{
+		Time: timestamppb.New(d.Time), Count: int64(d.Count), Kind: string(d.Kind), Name: d.Name,
+		Port: uint32(d.Port), Protocol: string(d.Proto), Rule: d.Rule, Why: d.Why,
+	}
+	if d.Addr.IsValid() {
+		p.Address = d.Addr.String()
+	}
+	return p
 }
 
 // report describes the node as it is now.

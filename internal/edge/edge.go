@@ -34,6 +34,7 @@ type Deps struct {
 	Agent    backend.Agent // what new sandboxes run
 	Images   Images
 	Slots    Slots
+	Gate     Gate // nil: all networks are closed
 	Log      *slog.Logger
 	// Now is the clock for what is compared with times from elsewhere; nil
 	// takes time.Now.
@@ -141,6 +142,10 @@ func (e *Edge) Run(ctx context.Context) error {
 		cancel(err)
 		return err
 	})
+	if e.deps.Gate != nil {
+		g.Go(func() error { return e.deps.Gate.Run(idle) })
+	}
+	g.Go(func() error { e.keepPins(ctx); return nil })
 	g.Go(func() error { e.sweep(ctx); return nil })
 	g.Go(func() error { e.probes.refresh(ctx, e); return nil })
 	<-ctx.Done()

@@ -176,6 +176,9 @@ func (e *Edge) recallUndo(b *box) {
 	b.mu.Unlock()
 	if slot != nil {
 		e.holdSlot(b, sp, *slot)
+		if err := e.renetwork(b, sp, *slot, phase); err != nil {
+			e.log.Error("the network of a sandbox stays closed; a change of its rules tries again", "sandbox", b.id, "error", err)
+		}
 	}
 	if phase == journal.Running || phase == journal.Paused {
 		if _, err := e.acquireImage(b.life, b); err != nil {

@@ -8,8 +8,10 @@ import (
 
 	edgev1 "github.com/kernflux/opendsec/api/gen/edge/v1"
 	"github.com/kernflux/opendsec/api/gen/edge/v1/edgev1connect"
+	opendsecv1 "github.com/kernflux/opendsec/api/gen/opendsec/v1"
 	"github.com/kernflux/opendsec/internal/edge/journal"
 	"github.com/kernflux/opendsec/internal/mtls"
+	"github.com/kernflux/opendsec/internal/netgate"
 	"github.com/kernflux/opendsec/internal/rpc"
 	"github.com/kernflux/opendsec/internal/sandbox"
 )
@@ -147,7 +149,52 @@ func (s service) GetMetrics(ctx context.Context, req *connect.Request[edgev1.Get
 	if err != nil {
 		return nil, err
 	}
-	return connect.NewResponse(&edgev1.GetMetricsResponse{Metrics: metricsToProto(b.spec().Limits, used, s.e.now())}), nil
+	metrics := metricsToProto(b.spec().Limits, used, s.e.now())
+	if guard := b.guarded(); guard != nil {
+		addNetwork(metrics, guard.Usage())
+	}
+	return connect.NewResponse(&edgev1.GetMetricsResponse{Metrics: metrics}), nil
+}
+
+func (s service) UpdateNetwork(_ context.Context, req *connect.Request[edgev1.UpdateNetworkRequest]) (*connect.Response[edgev1.UpdateNetworkResponse], error) {
+	b, err := s.e.get(req.Msg.GetId())
+	if err != nil {
+		return nil, err
+	}
+	if err := s.e.updateNetwork(b, req.Msg.GetNetworkRules()); err != nil {
+		return nil, err
+	}
+	return connect.NewResponse(&edgev1.UpdateNetworkResponse{}), nil
+}
+
+func (s service) ExplainNetwork(_ context.Context, req *connect.Request[edgev1.ExplainNetworkRequest]) (*connect.Response[edgev1.ExplainNetworkResponse], error) {
+	b, err := s.e.get(req.Msg.GetId())
+	if err != nil {
+		return nil, err
+	}
+	d, err := s.e.explain(b, req.Msg.GetTarget())
+	if err != nil {
+		return nil, err
+	}
+	return connect.NewResponse(&edgev1.ExplainNetworkResponse{
+		Decision: &opendsecv1.NetworkDecision{Allow: d.Allow, Rule: d.Rule, Why: d.Why},
+	}), nil
+}
+
+func (s service) ListDenied(_ context.Context, req *connect.Request[edgev1.ListDeniedRequest]) (*connect.Response[edgev1.ListDeniedResponse], error) {
+	b, err := s.e.get(req.Msg.GetId())
+	if err != nil {
+		return nil, err
+	}
+	res := &edgev1.ListDeniedResponse{}
+	if guard := b.guarded(); guard != nil {
+		var newest []netgate.Denial
+		newest, res.Total = guard.Denied()
+		for _, d := range newest {
+			res.Denials = append(res.Denials, denialToProto(d))
+		}
+	}
+	return connect.NewResponse(res), nil
 }
 
 func (s service) PauseSandbox(ctx context.Context, req *connect.Request[edgev1.PauseSandboxRequest]) (*connect.Response[edgev1.PauseSandboxResponse], error) {

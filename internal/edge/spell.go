@@ -6,6 +6,8 @@ import (
 
 	"github.com/kernflux/opendsec/internal/agentclient"
 	"github.com/kernflux/opendsec/internal/backend"
+	"github.com/kernflux/opendsec/internal/edge/journal"
+	"github.com/kernflux/opendsec/internal/netgate"
 )
 
 // spell is a time in which a box has a machine: from its create or a resume to
@@ -21,7 +23,8 @@ type spell struct {
 	// Set by adopt, under the box's mu; nil before.
 	inst  backend.Instance
 	agent *agentclient.Client
-	letGo func() // ends the watch over inst and the connections of agent; may be repeated
+	guard *netgate.Guard // of its network; nil for none
+	letGo func()         // ends the watch over inst and the connections of agent; may be repeated
 }
 
 // begin gives the box a spell, with nothing in it yet.
@@ -70,9 +73,17 @@ func (b *box) giveBack(ctx context.Context) error {
 	return b.undo.run(ctx)
 }
 
-// letGo lets go of the machine, which goes on.
-func (b *box) letGo() {
-	if sp := b.current(); sp != nil && sp.letGo != nil {
+// letGo lets go of the box's machine, which goes on, and closes its network.
+func (e *Edge) letGo(b *box) {
+	sp := b.current()
+	if sp == nil {
+		return
+	}
+	e.closeNetwork(b, sp)
+	if err := e.record(b, journal.Lazy, nil); err != nil {
+		e.log.Error("cannot record what names of a sandbox led to", "sandbox", b.id, "error", err)
+	}
+	if sp.letGo != nil {
 		sp.letGo()
 	}
 }

@@ -262,6 +262,9 @@ func (e *Edge) boot(ctx context.Context, b *box, from origin) error {
 		}
 		cfg.Slot = slot
 		e.holdSlot(b, sp, cfg.Slot)
+		if err := e.network(b, sp, slot); err != nil {
+			return err
+		}
 	}
 	inst, err := maker.Create(ctx, cfg)
 	if err != nil {
@@ -271,6 +274,11 @@ func (e *Edge) boot(ctx context.Context, b *box, from origin) error {
 		e.holdSlot(b, sp, own.SlotOf(inst))
 	}
 	sp.undo.add("end its machine", inst.Destroy)
+	if itself {
+		if err := e.network(b, sp, own.SlotOf(inst)); err != nil {
+			return err
+		}
+	}
 	known := from.token
 	b.mu.Lock()
 	b.entry.Agent = cfg.Agent.ID
@@ -325,10 +333,14 @@ func (e *Edge) introduce(ctx context.Context, b *box) error {
 func (e *Edge) identity(b *box) agentclient.Identity {
 	b.mu.Lock()
 	spec, config, token := b.entry.Spec, b.art.Config, b.entry.AgentToken
+	resolver := ""
+	if b.entry.Slot != nil {
+		resolver = b.entry.Slot.GatewayIP
+	}
 	b.mu.Unlock()
 	id := agentclient.Identity{
 		Token: token, SandboxID: b.id, Hostname: hostname(b.id, spec), Env: environment(config.Env, spec.Env),
-		User: config.User, Workdir: config.Workdir, Now: e.now(), Entropy: make([]byte, 64), Generation: rand.Text(),
+		User: config.User, Workdir: config.Workdir, Resolver: resolver, Now: e.now(), Entropy: make([]byte, 64), Generation: rand.Text(),
 	}
 	if spec.User != "" {
 		id.User = spec.User

@@ -23,7 +23,7 @@ func (e *Edge) live(b *box, begin func(*box) error) {
 		e.publish(b.status())
 		e.keep(b)
 		if b.end() == nil {
-			b.letGo() // the edge stops
+			e.letGo(b) // the edge stops
 			return
 		}
 	}
@@ -242,7 +242,7 @@ func (e *Edge) recordStopping(b *box) {
 func (e *Edge) finished(b *box, never bool) {
 	err := e.record(b, journal.Lazy, func(entry *journal.Entry) {
 		entry.Phase = journal.Ended
-		entry.Handle, entry.Slot, entry.AgentToken, entry.Saved = nil, nil, "", nil
+		entry.Handle, entry.Slot, entry.AgentToken, entry.Saved, entry.Pins = nil, nil, "", nil, nil
 		b.spell = nil
 	})
 	if err != nil {

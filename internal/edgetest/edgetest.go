@@ -381,6 +381,30 @@ func (s service) GetMetrics(_ context.Context, req *connect.Request[edgev1.GetMe
 	return connect.NewResponse(&edgev1.GetMetricsResponse{Metrics: &opendsecv1.Metrics{Time: timestamppb.Now(), Pids: 3}}), nil
 }
 
+// UpdateNetwork takes rules and forgets them.
+func (s service) UpdateNetwork(_ context.Context, req *connect.Request[edgev1.UpdateNetworkRequest]) (*connect.Response[edgev1.UpdateNetworkResponse], error) {
+	if err := s.known(req.Msg.GetId()); err != nil {
+		return nil, err
+	}
+	return connect.NewResponse(&edgev1.UpdateNetworkResponse{}), nil
+}
+
+// ExplainNetwork denies all.
+func (s service) ExplainNetwork(_ context.Context, req *connect.Request[edgev1.ExplainNetworkRequest]) (*connect.Response[edgev1.ExplainNetworkResponse], error) {
+	if err := s.known(req.Msg.GetId()); err != nil {
+		return nil, err
+	}
+	return connect.NewResponse(&edgev1.ExplainNetworkResponse{Decision: &opendsecv1.NetworkDecision{Why: req.Msg.GetTarget()}}), nil
+}
+
+// ListDenied has one thing to tell.
+func (s service) ListDenied(_ context.Context, req *connect.Request[edgev1.ListDeniedRequest]) (*connect.Response[edgev1.ListDeniedResponse], error) {
+	if err := s.known(req.Msg.GetId()); err != nil {
+		return nil, err
+	}
+	return connect.NewResponse(&edgev1.ListDeniedResponse{Denials: []*opendsecv1.Denial{{Name: "example.com", Count: 1}}, Total: 1}), nil
+}
+
 func (s service) Watch(ctx context.Context, _ *connect.Request[edgev1.WatchRequest], stream *connect.ServerStream[edgev1.WatchResponse]) error {
 	news := make(chan *edgev1.SandboxStatus, 10000)
 	s.e.mu.Lock()

@@ -13,7 +13,7 @@ var closed = []netip.Prefix{
 	netip.MustParsePrefix("127.0.0.0/8"),
 	netip.MustParsePrefix("224.0.0.0/4"),
 	netip.MustParsePrefix("255.255.255.255/32"),
-	netip.MustParsePrefix("::/127"), // unspecified and loopback
+	netip.MustParsePrefix("::/127"),    // unspecified and loopback
 	netip.MustParsePrefix("fe80::/10"), // would want a link's name
 	netip.MustParsePrefix("ff00::/8"),
 	netip.MustParsePrefix("192.0.0.0/29"), // the slots' own

@@ -138,6 +138,31 @@ func addLink(args *boot.CreateLinksAndRoutesArgs, slot backend.Slot, gso uint32)
 		Destination: net.IPNet{IP: net.IPv4zero.To4(), Mask: net.CIDRMask(0, 32)},
 		Gateway:     gateway,
 	}}
+	if slot.GuestAddr6 == "" {
+		return nil
+	}
+	return addIPv6(args, slot, gatewayMAC)
+}
+
+// addIPv6 gives the link that addLink has described its IPv6 address too.
+func addIPv6(args *boot.CreateLinksAndRoutesArgs, slot backend.Slot, gatewayMAC net.HardwareAddr) error {
+	ip, subnet, err := net.ParseCIDR(slot.GuestAddr6)
+	if err != nil {
+		return err
+	}
+	gateway := net.ParseIP(slot.GatewayIP6)
+	if gateway == nil {
+		return fmt.Errorf("gateway address %q", slot.GatewayIP6)
+	}
+	size, _ := subnet.Mask.Size()
+	link := &args.FDBasedLinks[0]
+	link.Addresses = append(link.Addresses, boot.IPWithPrefix{Address: ip, PrefixLen: size})
+	link.Routes = append(link.Routes, boot.Route{Destination: *subnet})
+	link.Neighbors = append(link.Neighbors, boot.Neighbor{IP: gateway, HardwareAddr: gatewayMAC})
+	args.Defaultv6Gateway = boot.DefaultRoute{Name: guestName, Route: boot.Route{
+		Destination: net.IPNet{IP: net.IPv6zero, Mask: net.CIDRMask(0, 128)},
+		Gateway:     gateway,
+	}}
 	return nil
 }
 

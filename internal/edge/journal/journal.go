@@ -17,6 +17,7 @@ import (
 
 	"github.com/kernflux/opendsec/internal/backend"
 	"github.com/kernflux/opendsec/internal/durable"
+	"github.com/kernflux/opendsec/internal/netgate"
 	"github.com/kernflux/opendsec/internal/sandbox"
 )
 
@@ -51,7 +52,9 @@ type Entry struct {
 	// Saved is the state of a paused sandbox that has no machine; its files are
 	// in SavedDir.
 	Saved *backend.Snapshot `json:"saved,omitempty"`
-	End   *sandbox.End      `json:"end,omitempty"`
+	// Pins are what names have led the sandbox to lately.
+	Pins []netgate.Pin `json:"pins,omitempty"`
+	End  *sandbox.End  `json:"end,omitempty"`
 }
 
 // Sync says what an entry must outlive.

@@ -40,6 +40,9 @@ type Setup struct {
 	State string
 	// Listen is the API's address; "" keeps the present one, or takes DefaultListen.
 	Listen string
+	// DNS are the resolvers that sandboxes' names are asked of, "ADDR" or
+	// "ADDR:PORT"; none keeps the present ones, or takes the machine's own.
+	DNS []string
 	// Programs is the directory that holds opendsec-agent and opendsec-sentry.
 	Programs string
 }
@@ -133,6 +136,9 @@ func Init(ctx context.Context, s Setup) (*Installation, error) {
 	}
 	if s.Programs != "" {
 		in.Edge.SetPrograms(s.Programs)
+	}
+	if len(s.DNS) > 0 {
+		in.Edge.Network.DNS = s.DNS
 	}
 	// What is wrong is found before anything is written.
 	for _, server := range in.servers() {

@@ -36,6 +36,8 @@ type Server struct {
 	ReadyMachines int `json:"ready_machines,omitempty"`
 	// ReadySlots is how many network slots are kept ready; 0 means 8.
 	ReadySlots int `json:"ready_slots,omitempty"`
+	// Network says how sandboxes reach out.
+	Network Network `json:"network,omitzero"`
 	edge.Config
 }
 
@@ -48,6 +50,7 @@ func (c *Server) Validate() error {
 	if !filepath.IsAbs(c.SentryPath) {
 		faults = append(faults, fmt.Errorf("sentry_path: %q must be the absolute path of opendsec-sentry", c.SentryPath))
 	}
+	faults = append(faults, c.Network.faults()...)
 	if c.ReadyMachines < 0 || c.ReadySlots < 0 {
 		faults = append(faults, errors.New("ready_machines, ready_slots: must not be negative"))
 	}
@@ -97,7 +100,11 @@ func (c *Server) Run(ctx context.Context, log *slog.Logger) (err error) {
 		return err
 	}
 	prefix := backend.Prefix(c.StateDir)
-	slots := netslot.NewPool(log, prefix, c.ReadySlots, nil)
+	gate, err := c.Network.open(log)
+	if err != nil {
+		return err
+	}
+	slots := netslot.NewPool(log, prefix, c.ReadySlots, furnish(log, gate))
 	backends, err := builtin.Open(builtin.Options{
 		Log: log, StateDir: c.StateDir, Prefix: prefix, Agent: agent, SentryPath: c.SentryPath, Slots: slots, ReadyMachines: c.ReadyMachines,
 	})
@@ -109,7 +116,7 @@ func (c *Server) Run(ctx context.Context, log *slog.Logger) (err error) {
 			err = errors.Join(err, b.Close())
 		}
 	}()
-	e := edge.New(c.Config, edge.Deps{Backends: backends, Agent: agent, Images: images, Slots: slots, Log: log})
+	e := edge.New(c.Config, edge.Deps{Backends: backends, Agent: agent, Images: images, Slots: slots, Gate: gate, Log: log})
 	g, ctx := errgroup.WithContext(ctx)
 	g.Go(func() error { return e.Run(ctx) })
 	g.Go(func() error {

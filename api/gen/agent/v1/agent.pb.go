@@ -49,7 +49,10 @@ type HelloRequest struct {
 	// A name for this life of the machine, another one in each fork and after
 	// each resume. It becomes the content of /run/opendsec/generation, which
 	// programs can watch.
-	Generation    string `protobuf:"bytes,9,opt,name=generation,proto3" json:"generation,omitempty"`
+	Generation string `protobuf:"bytes,9,opt,name=generation,proto3" json:"generation,omitempty"`
+	// Address of the resolver, to be written to /etc/resolv.conf where that names
+	// none outside of the machine; "" leaves the file alone.
+	Resolver      string `protobuf:"bytes,10,opt,name=resolver,proto3" json:"resolver,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -143,6 +146,13 @@ func (x *HelloRequest) GetEntropy() []byte {
 func (x *HelloRequest) GetGeneration() string {
 	if x != nil {
 		return x.Generation
+	}
+	return ""
+}
+
+func (x *HelloRequest) GetResolver() string {
+	if x != nil {
+		return x.Resolver
 	}
 	return ""
 }
@@ -859,7 +869,7 @@ var File_agent_v1_agent_proto protoreflect.FileDescriptor
 
 const file_agent_v1_agent_proto_rawDesc = "" +
 	"\n" +
-	"\x14agent/v1/agent.proto\x12\bagent.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto\"\xfe\x02\n" +
+	"\x14agent/v1/agent.proto\x12\bagent.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto\"\x9a\x03\n" +
 	"\fHelloRequest\x12\x14\n" +
 	"\x05token\x18\x01 \x01(\tR\x05token\x12\x1d\n" +
 	"\n" +
@@ -872,7 +882,9 @@ const file_agent_v1_agent_proto_rawDesc = "" +
 	"\aentropy\x18\b \x01(\fR\aentropy\x12\x1e\n" +
 	"\n" +
 	"generation\x18\t \x01(\tR\n" +
-	"generation\x1a6\n" +
+	"generation\x12\x1a\n" +
+	"\bresolver\x18\n" +
+	" \x01(\tR\bresolver\x1a6\n" +
 	"\bEnvEntry\x12\x10\n" +
 	"\x03key\x18\x01 \x01(\tR\x03key\x12\x14\n" +
 	"\x05value\x18\x02 \x01(\tR\x05value:\x028\x01\"_\n" +

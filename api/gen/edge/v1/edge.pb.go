@@ -1123,6 +1123,300 @@ func (*TouchResponse) Descriptor() ([]byte, []int) {
 	return file_edge_v1_edge_proto_rawDescGZIP(), []int{19}
 }
 
+// UpdateNetworkRequest replaces network rules.
+type UpdateNetworkRequest struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// The sandbox's id.
+	Id string `protobuf:"bytes,1,opt,name=id,proto3" json:"id,omitempty"`
+	// All of the new rules.
+	NetworkRules  map[string]bool `protobuf:"bytes,2,rep,name=network_rules,json=networkRules,proto3" json:"network_rules,omitempty" protobuf_key:"bytes,1,opt,name=key" protobuf_val:"varint,2,opt,name=value"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *UpdateNetworkRequest) Reset() {
+	*x = UpdateNetworkRequest{}
+	mi := &file_edge_v1_edge_proto_msgTypes[20]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *UpdateNetworkRequest) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*UpdateNetworkRequest) ProtoMessage() {}
+
+func (x *UpdateNetworkRequest) ProtoReflect() protoreflect.Message {
+	mi := &file_edge_v1_edge_proto_msgTypes[20]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use UpdateNetworkRequest.ProtoReflect.Descriptor instead.
+func (*UpdateNetworkRequest) Descriptor() ([]byte, []int) {
+	return file_edge_v1_edge_proto_rawDescGZIP(), []int{20}
+}
+
+func (x *UpdateNetworkRequest) GetId() string {
+	if x != nil {
+		return x.Id
+	}
+	return ""
+}
+
+func (x *UpdateNetworkRequest) GetNetworkRules() map[string]bool {
+	if x != nil {
+		return x.NetworkRules
+	}
+	return nil
+}
+
+// UpdateNetworkResponse is empty.
+type UpdateNetworkResponse struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *UpdateNetworkResponse) Reset() {
+	*x = UpdateNetworkResponse{}
+	mi := &file_edge_v1_edge_proto_msgTypes[21]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *UpdateNetworkResponse) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*UpdateNetworkResponse) ProtoMessage() {}
+
+func (x *UpdateNetworkResponse) ProtoReflect() protoreflect.Message {
+	mi := &file_edge_v1_edge_proto_msgTypes[21]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use UpdateNetworkResponse.ProtoReflect.Descriptor instead.
+func (*UpdateNetworkResponse) Descriptor() ([]byte, []int) {
+	return file_edge_v1_edge_proto_rawDescGZIP(), []int{21}
+}
+
+// ExplainNetworkRequest asks whether something may be reached.
+type ExplainNetworkRequest struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// The sandbox's id.
+	Id string `protobuf:"bytes,1,opt,name=id,proto3" json:"id,omitempty"`
+	// What, as in the public request.
+	Target        string `protobuf:"bytes,2,opt,name=target,proto3" json:"target,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *ExplainNetworkRequest) Reset() {
+	*x = ExplainNetworkRequest{}
+	mi := &file_edge_v1_edge_proto_msgTypes[22]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *ExplainNetworkRequest) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*ExplainNetworkRequest) ProtoMessage() {}
+
+func (x *ExplainNetworkRequest) ProtoReflect() protoreflect.Message {
+	mi := &file_edge_v1_edge_proto_msgTypes[22]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use ExplainNetworkRequest.ProtoReflect.Descriptor instead.
+func (*ExplainNetworkRequest) Descriptor() ([]byte, []int) {
+	return file_edge_v1_edge_proto_rawDescGZIP(), []int{22}
+}
+
+func (x *ExplainNetworkRequest) GetId() string {
+	if x != nil {
+		return x.Id
+	}
+	return ""
+}
+
+func (x *ExplainNetworkRequest) GetTarget() string {
+	if x != nil {
+		return x.Target
+	}
+	return ""
+}
+
+// ExplainNetworkResponse is the answer.
+type ExplainNetworkResponse struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// The answer.
+	Decision      *v1.NetworkDecision `protobuf:"bytes,1,opt,name=decision,proto3" json:"decision,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *ExplainNetworkResponse) Reset() {
+	*x = ExplainNetworkResponse{}
+	mi := &file_edge_v1_edge_proto_msgTypes[23]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *ExplainNetworkResponse) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*ExplainNetworkResponse) ProtoMessage() {}
+
+func (x *ExplainNetworkResponse) ProtoReflect() protoreflect.Message {
+	mi := &file_edge_v1_edge_proto_msgTypes[23]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use ExplainNetworkResponse.ProtoReflect.Descriptor instead.
+func (*ExplainNetworkResponse) Descriptor() ([]byte, []int) {
+	return file_edge_v1_edge_proto_rawDescGZIP(), []int{23}
+}
+
+func (x *ExplainNetworkResponse) GetDecision() *v1.NetworkDecision {
+	if x != nil {
+		return x.Decision
+	}
+	return nil
+}
+
+// ListDeniedRequest asks what a sandbox was denied.
+type ListDeniedRequest struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// The sandbox's id.
+	Id            string `protobuf:"bytes,1,opt,name=id,proto3" json:"id,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *ListDeniedRequest) Reset() {
+	*x = ListDeniedRequest{}
+	mi := &file_edge_v1_edge_proto_msgTypes[24]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *ListDeniedRequest) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*ListDeniedRequest) ProtoMessage() {}
+
+func (x *ListDeniedRequest) ProtoReflect() protoreflect.Message {
+	mi := &file_edge_v1_edge_proto_msgTypes[24]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use ListDeniedRequest.ProtoReflect.Descriptor instead.
+func (*ListDeniedRequest) Descriptor() ([]byte, []int) {
+	return file_edge_v1_edge_proto_rawDescGZIP(), []int{24}
+}
+
+func (x *ListDeniedRequest) GetId() string {
+	if x != nil {
+		return x.Id
+	}
+	return ""
+}
+
+// ListDeniedResponse holds it.
+type ListDeniedResponse struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// The newest, the oldest of them first.
+	Denials []*v1.Denial `protobuf:"bytes,1,rep,name=denials,proto3" json:"denials,omitempty"`
+	// How many there were in all.
+	Total         uint64 `protobuf:"varint,2,opt,name=total,proto3" json:"total,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *ListDeniedResponse) Reset() {
+	*x = ListDeniedResponse{}
+	mi := &file_edge_v1_edge_proto_msgTypes[25]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *ListDeniedResponse) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*ListDeniedResponse) ProtoMessage() {}
+
+func (x *ListDeniedResponse) ProtoReflect() protoreflect.Message {
+	mi := &file_edge_v1_edge_proto_msgTypes[25]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use ListDeniedResponse.ProtoReflect.Descriptor instead.
+func (*ListDeniedResponse) Descriptor() ([]byte, []int) {
+	return file_edge_v1_edge_proto_rawDescGZIP(), []int{25}
+}
+
+func (x *ListDeniedResponse) GetDenials() []*v1.Denial {
+	if x != nil {
+		return x.Denials
+	}
+	return nil
+}
+
+func (x *ListDeniedResponse) GetTotal() uint64 {
+	if x != nil {
+		return x.Total
+	}
+	return 0
+}
+
 // GetMetricsRequest asks what a sandbox uses.
 type GetMetricsRequest struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
@@ -1134,7 +1428,7 @@ type GetMetricsRequest struct {
 
 func (x *GetMetricsRequest) Reset() {
 	*x = GetMetricsRequest{}
-	mi := &file_edge_v1_edge_proto_msgTypes[20]
+	mi := &file_edge_v1_edge_proto_msgTypes[26]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1146,7 +1440,7 @@ func (x *GetMetricsRequest) String() string {
 func (*GetMetricsRequest) ProtoMessage() {}
 
 func (x *GetMetricsRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_edge_v1_edge_proto_msgTypes[20]
+	mi := &file_edge_v1_edge_proto_msgTypes[26]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1159,7 +1453,7 @@ func (x *GetMetricsRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use GetMetricsRequest.ProtoReflect.Descriptor instead.
 func (*GetMetricsRequest) Descriptor() ([]byte, []int) {
-	return file_edge_v1_edge_proto_rawDescGZIP(), []int{20}
+	return file_edge_v1_edge_proto_rawDescGZIP(), []int{26}
 }
 
 func (x *GetMetricsRequest) GetId() string {
@@ -1180,7 +1474,7 @@ type GetMetricsResponse struct {
 
 func (x *GetMetricsResponse) Reset() {
 	*x = GetMetricsResponse{}
-	mi := &file_edge_v1_edge_proto_msgTypes[21]
+	mi := &file_edge_v1_edge_proto_msgTypes[27]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1192,7 +1486,7 @@ func (x *GetMetricsResponse) String() string {
 func (*GetMetricsResponse) ProtoMessage() {}
 
 func (x *GetMetricsResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_edge_v1_edge_proto_msgTypes[21]
+	mi := &file_edge_v1_edge_proto_msgTypes[27]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1205,7 +1499,7 @@ func (x *GetMetricsResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use GetMetricsResponse.ProtoReflect.Descriptor instead.
 func (*GetMetricsResponse) Descriptor() ([]byte, []int) {
-	return file_edge_v1_edge_proto_rawDescGZIP(), []int{21}
+	return file_edge_v1_edge_proto_rawDescGZIP(), []int{27}
 }
 
 func (x *GetMetricsResponse) GetMetrics() *v1.Metrics {
@@ -1224,7 +1518,7 @@ type WatchRequest struct {
 
 func (x *WatchRequest) Reset() {
 	*x = WatchRequest{}
-	mi := &file_edge_v1_edge_proto_msgTypes[22]
+	mi := &file_edge_v1_edge_proto_msgTypes[28]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1236,7 +1530,7 @@ func (x *WatchRequest) String() string {
 func (*WatchRequest) ProtoMessage() {}
 
 func (x *WatchRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_edge_v1_edge_proto_msgTypes[22]
+	mi := &file_edge_v1_edge_proto_msgTypes[28]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1249,7 +1543,7 @@ func (x *WatchRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use WatchRequest.ProtoReflect.Descriptor instead.
 func (*WatchRequest) Descriptor() ([]byte, []int) {
-	return file_edge_v1_edge_proto_rawDescGZIP(), []int{22}
+	return file_edge_v1_edge_proto_rawDescGZIP(), []int{28}
 }
 
 // WatchResponse is a report.
@@ -1267,7 +1561,7 @@ type WatchResponse struct {
 
 func (x *WatchResponse) Reset() {
 	*x = WatchResponse{}
-	mi := &file_edge_v1_edge_proto_msgTypes[23]
+	mi := &file_edge_v1_edge_proto_msgTypes[29]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1279,7 +1573,7 @@ func (x *WatchResponse) String() string {
 func (*WatchResponse) ProtoMessage() {}
 
 func (x *WatchResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_edge_v1_edge_proto_msgTypes[23]
+	mi := &file_edge_v1_edge_proto_msgTypes[29]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1292,7 +1586,7 @@ func (x *WatchResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use WatchResponse.ProtoReflect.Descriptor instead.
 func (*WatchResponse) Descriptor() ([]byte, []int) {
-	return file_edge_v1_edge_proto_rawDescGZIP(), []int{23}
+	return file_edge_v1_edge_proto_rawDescGZIP(), []int{29}
 }
 
 func (x *WatchResponse) GetNode() *NodeReport {
@@ -1339,7 +1633,7 @@ type NodeReport struct {
 
 func (x *NodeReport) Reset() {
 	*x = NodeReport{}
-	mi := &file_edge_v1_edge_proto_msgTypes[24]
+	mi := &file_edge_v1_edge_proto_msgTypes[30]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1351,7 +1645,7 @@ func (x *NodeReport) String() string {
 func (*NodeReport) ProtoMessage() {}
 
 func (x *NodeReport) ProtoReflect() protoreflect.Message {
-	mi := &file_edge_v1_edge_proto_msgTypes[24]
+	mi := &file_edge_v1_edge_proto_msgTypes[30]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1364,7 +1658,7 @@ func (x *NodeReport) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use NodeReport.ProtoReflect.Descriptor instead.
 func (*NodeReport) Descriptor() ([]byte, []int) {
-	return file_edge_v1_edge_proto_rawDescGZIP(), []int{24}
+	return file_edge_v1_edge_proto_rawDescGZIP(), []int{30}
 }
 
 func (x *NodeReport) GetName() string {
@@ -1427,7 +1721,7 @@ type ForgetEndedRequest struct {
 
 func (x *ForgetEndedRequest) Reset() {
 	*x = ForgetEndedRequest{}
-	mi := &file_edge_v1_edge_proto_msgTypes[25]
+	mi := &file_edge_v1_edge_proto_msgTypes[31]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1439,7 +1733,7 @@ func (x *ForgetEndedRequest) String() string {
 func (*ForgetEndedRequest) ProtoMessage() {}
 
 func (x *ForgetEndedRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_edge_v1_edge_proto_msgTypes[25]
+	mi := &file_edge_v1_edge_proto_msgTypes[31]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1452,7 +1746,7 @@ func (x *ForgetEndedRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ForgetEndedRequest.ProtoReflect.Descriptor instead.
 func (*ForgetEndedRequest) Descriptor() ([]byte, []int) {
-	return file_edge_v1_edge_proto_rawDescGZIP(), []int{25}
+	return file_edge_v1_edge_proto_rawDescGZIP(), []int{31}
 }
 
 func (x *ForgetEndedRequest) GetIds() []string {
@@ -1471,7 +1765,7 @@ type ForgetEndedResponse struct {
 
 func (x *ForgetEndedResponse) Reset() {
 	*x = ForgetEndedResponse{}
-	mi := &file_edge_v1_edge_proto_msgTypes[26]
+	mi := &file_edge_v1_edge_proto_msgTypes[32]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1483,7 +1777,7 @@ func (x *ForgetEndedResponse) String() string {
 func (*ForgetEndedResponse) ProtoMessage() {}
 
 func (x *ForgetEndedResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_edge_v1_edge_proto_msgTypes[26]
+	mi := &file_edge_v1_edge_proto_msgTypes[32]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1496,7 +1790,7 @@ func (x *ForgetEndedResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ForgetEndedResponse.ProtoReflect.Descriptor instead.
 func (*ForgetEndedResponse) Descriptor() ([]byte, []int) {
-	return file_edge_v1_edge_proto_rawDescGZIP(), []int{26}
+	return file_edge_v1_edge_proto_rawDescGZIP(), []int{32}
 }
 
 // ImportImageRequest fetches an image.
@@ -1510,7 +1804,7 @@ type ImportImageRequest struct {
 
 func (x *ImportImageRequest) Reset() {
 	*x = ImportImageRequest{}
-	mi := &file_edge_v1_edge_proto_msgTypes[27]
+	mi := &file_edge_v1_edge_proto_msgTypes[33]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1522,7 +1816,7 @@ func (x *ImportImageRequest) String() string {
 func (*ImportImageRequest) ProtoMessage() {}
 
 func (x *ImportImageRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_edge_v1_edge_proto_msgTypes[27]
+	mi := &file_edge_v1_edge_proto_msgTypes[33]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1535,7 +1829,7 @@ func (x *ImportImageRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ImportImageRequest.ProtoReflect.Descriptor instead.
 func (*ImportImageRequest) Descriptor() ([]byte, []int) {
-	return file_edge_v1_edge_proto_rawDescGZIP(), []int{27}
+	return file_edge_v1_edge_proto_rawDescGZIP(), []int{33}
 }
 
 func (x *ImportImageRequest) GetRequest() *v1.ImportImageRequest {
@@ -1556,7 +1850,7 @@ type BootstrapImageRequest struct {
 
 func (x *BootstrapImageRequest) Reset() {
 	*x = BootstrapImageRequest{}
-	mi := &file_edge_v1_edge_proto_msgTypes[28]
+	mi := &file_edge_v1_edge_proto_msgTypes[34]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1568,7 +1862,7 @@ func (x *BootstrapImageRequest) String() string {
 func (*BootstrapImageRequest) ProtoMessage() {}
 
 func (x *BootstrapImageRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_edge_v1_edge_proto_msgTypes[28]
+	mi := &file_edge_v1_edge_proto_msgTypes[34]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1581,7 +1875,7 @@ func (x *BootstrapImageRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use BootstrapImageRequest.ProtoReflect.Descriptor instead.
 func (*BootstrapImageRequest) Descriptor() ([]byte, []int) {
-	return file_edge_v1_edge_proto_rawDescGZIP(), []int{28}
+	return file_edge_v1_edge_proto_rawDescGZIP(), []int{34}
 }
 
 func (x *BootstrapImageRequest) GetRequest() *v1.BootstrapImageRequest {
@@ -1602,7 +1896,7 @@ type ImportImageResponse struct {
 
 func (x *ImportImageResponse) Reset() {
 	*x = ImportImageResponse{}
-	mi := &file_edge_v1_edge_proto_msgTypes[29]
+	mi := &file_edge_v1_edge_proto_msgTypes[35]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1614,7 +1908,7 @@ func (x *ImportImageResponse) String() string {
 func (*ImportImageResponse) ProtoMessage() {}
 
 func (x *ImportImageResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_edge_v1_edge_proto_msgTypes[29]
+	mi := &file_edge_v1_edge_proto_msgTypes[35]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1627,7 +1921,7 @@ func (x *ImportImageResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ImportImageResponse.ProtoReflect.Descriptor instead.
 func (*ImportImageResponse) Descriptor() ([]byte, []int) {
-	return file_edge_v1_edge_proto_rawDescGZIP(), []int{29}
+	return file_edge_v1_edge_proto_rawDescGZIP(), []int{35}
 }
 
 func (x *ImportImageResponse) GetProgress() *v1.ImportImageResponse {
@@ -1648,7 +1942,7 @@ type DeleteImageRequest struct {
 
 func (x *DeleteImageRequest) Reset() {
 	*x = DeleteImageRequest{}
-	mi := &file_edge_v1_edge_proto_msgTypes[30]
+	mi := &file_edge_v1_edge_proto_msgTypes[36]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1660,7 +1954,7 @@ func (x *DeleteImageRequest) String() string {
 func (*DeleteImageRequest) ProtoMessage() {}
 
 func (x *DeleteImageRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_edge_v1_edge_proto_msgTypes[30]
+	mi := &file_edge_v1_edge_proto_msgTypes[36]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1673,7 +1967,7 @@ func (x *DeleteImageRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use DeleteImageRequest.ProtoReflect.Descriptor instead.
 func (*DeleteImageRequest) Descriptor() ([]byte, []int) {
-	return file_edge_v1_edge_proto_rawDescGZIP(), []int{30}
+	return file_edge_v1_edge_proto_rawDescGZIP(), []int{36}
 }
 
 func (x *DeleteImageRequest) GetDigest() string {
@@ -1692,7 +1986,7 @@ type DeleteImageResponse struct {
 
 func (x *DeleteImageResponse) Reset() {
 	*x = DeleteImageResponse{}
-	mi := &file_edge_v1_edge_proto_msgTypes[31]
+	mi := &file_edge_v1_edge_proto_msgTypes[37]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1704,7 +1998,7 @@ func (x *DeleteImageResponse) String() string {
 func (*DeleteImageResponse) ProtoMessage() {}
 
 func (x *DeleteImageResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_edge_v1_edge_proto_msgTypes[31]
+	mi := &file_edge_v1_edge_proto_msgTypes[37]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1717,7 +2011,7 @@ func (x *DeleteImageResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use DeleteImageResponse.ProtoReflect.Descriptor instead.
 func (*DeleteImageResponse) Descriptor() ([]byte, []int) {
-	return file_edge_v1_edge_proto_rawDescGZIP(), []int{31}
+	return file_edge_v1_edge_proto_rawDescGZIP(), []int{37}
 }
 
 // FindLeaksRequest asks for leaks.
@@ -1733,7 +2027,7 @@ type FindLeaksRequest struct {
 
 func (x *FindLeaksRequest) Reset() {
 	*x = FindLeaksRequest{}
-	mi := &file_edge_v1_edge_proto_msgTypes[32]
+	mi := &file_edge_v1_edge_proto_msgTypes[38]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1745,7 +2039,7 @@ func (x *FindLeaksRequest) String() string {
 func (*FindLeaksRequest) ProtoMessage() {}
 
 func (x *FindLeaksRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_edge_v1_edge_proto_msgTypes[32]
+	mi := &file_edge_v1_edge_proto_msgTypes[38]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1758,7 +2052,7 @@ func (x *FindLeaksRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use FindLeaksRequest.ProtoReflect.Descriptor instead.
 func (*FindLeaksRequest) Descriptor() ([]byte, []int) {
-	return file_edge_v1_edge_proto_rawDescGZIP(), []int{32}
+	return file_edge_v1_edge_proto_rawDescGZIP(), []int{38}
 }
 
 func (x *FindLeaksRequest) GetRepair() bool {
@@ -1786,7 +2080,7 @@ type FindLeaksResponse struct {
 
 func (x *FindLeaksResponse) Reset() {
 	*x = FindLeaksResponse{}
-	mi := &file_edge_v1_edge_proto_msgTypes[33]
+	mi := &file_edge_v1_edge_proto_msgTypes[39]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1798,7 +2092,7 @@ func (x *FindLeaksResponse) String() string {
 func (*FindLeaksResponse) ProtoMessage() {}
 
 func (x *FindLeaksResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_edge_v1_edge_proto_msgTypes[33]
+	mi := &file_edge_v1_edge_proto_msgTypes[39]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1811,7 +2105,7 @@ func (x *FindLeaksResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use FindLeaksResponse.ProtoReflect.Descriptor instead.
 func (*FindLeaksResponse) Descriptor() ([]byte, []int) {
-	return file_edge_v1_edge_proto_rawDescGZIP(), []int{33}
+	return file_edge_v1_edge_proto_rawDescGZIP(), []int{39}
 }
 
 func (x *FindLeaksResponse) GetLeaks() []*v1.Leak {
@@ -1888,7 +2182,24 @@ const file_edge_v1_edge_proto_rawDesc = "" +
 	"\x14SetDeadlinesResponse\"\x1e\n" +
 	"\fTouchRequest\x12\x0e\n" +
 	"\x02id\x18\x01 \x01(\tR\x02id\"\x0f\n" +
-	"\rTouchResponse\"#\n" +
+	"\rTouchResponse\"\xbd\x01\n" +
+	"\x14UpdateNetworkRequest\x12\x0e\n" +
+	"\x02id\x18\x01 \x01(\tR\x02id\x12T\n" +
+	"\rnetwork_rules\x18\x02 \x03(\v2/.edge.v1.UpdateNetworkRequest.NetworkRulesEntryR\fnetworkRules\x1a?\n" +
+	"\x11NetworkRulesEntry\x12\x10\n" +
+	"\x03key\x18\x01 \x01(\tR\x03key\x12\x14\n" +
+	"\x05value\x18\x02 \x01(\bR\x05value:\x028\x01\"\x17\n" +
+	"\x15UpdateNetworkResponse\"?\n" +
+	"\x15ExplainNetworkRequest\x12\x0e\n" +
+	"\x02id\x18\x01 \x01(\tR\x02id\x12\x16\n" +
+	"\x06target\x18\x02 \x01(\tR\x06target\"R\n" +
+	"\x16ExplainNetworkResponse\x128\n" +
+	"\bdecision\x18\x01 \x01(\v2\x1c.opendsec.v1.NetworkDecisionR\bdecision\"#\n" +
+	"\x11ListDeniedRequest\x12\x0e\n" +
+	"\x02id\x18\x01 \x01(\tR\x02id\"Y\n" +
+	"\x12ListDeniedResponse\x12-\n" +
+	"\adenials\x18\x01 \x03(\v2\x13.opendsec.v1.DenialR\adenials\x12\x14\n" +
+	"\x05total\x18\x02 \x01(\x04R\x05total\"#\n" +
 	"\x11GetMetricsRequest\x12\x0e\n" +
 	"\x02id\x18\x01 \x01(\tR\x02id\"D\n" +
 	"\x12GetMetricsResponse\x12.\n" +
@@ -1923,7 +2234,7 @@ const file_edge_v1_edge_proto_rawDesc = "" +
 	"\x06repair\x18\x01 \x01(\bR\x06repair\x12\x1a\n" +
 	"\brecorded\x18\x02 \x03(\tR\brecorded\"<\n" +
 	"\x11FindLeaksResponse\x12'\n" +
-	"\x05leaks\x18\x01 \x03(\v2\x11.opendsec.v1.LeakR\x05leaks2\xa9\t\n" +
+	"\x05leaks\x18\x01 \x03(\v2\x11.opendsec.v1.LeakR\x05leaks2\x93\v\n" +
 	"\x04Edge\x12N\n" +
 	"\rCreateSandbox\x12\x1d.edge.v1.CreateSandboxRequest\x1a\x1e.edge.v1.CreateSandboxResponse\x12Q\n" +
 	"\x0eDestroySandbox\x12\x1e.edge.v1.DestroySandboxRequest\x1a\x1f.edge.v1.DestroySandboxResponse\x12E\n" +
@@ -1941,7 +2252,11 @@ const file_edge_v1_edge_proto_rawDesc = "" +
 	"\rResumeSandbox\x12\x1d.edge.v1.ResumeSandboxRequest\x1a\x1e.edge.v1.ResumeSandboxResponse\x12H\n" +
 	"\vForkSandbox\x12\x1b.edge.v1.ForkSandboxRequest\x1a\x1c.edge.v1.ForkSandboxResponse\x12T\n" +
 	"\x0fSnapshotSandbox\x12\x1f.edge.v1.SnapshotSandboxRequest\x1a .edge.v1.SnapshotSandboxResponse\x12H\n" +
-	"\vDeleteImage\x12\x1b.edge.v1.DeleteImageRequest\x1a\x1c.edge.v1.DeleteImageResponse\x12B\n" +
+	"\vDeleteImage\x12\x1b.edge.v1.DeleteImageRequest\x1a\x1c.edge.v1.DeleteImageResponse\x12N\n" +
+	"\rUpdateNetwork\x12\x1d.edge.v1.UpdateNetworkRequest\x1a\x1e.edge.v1.UpdateNetworkResponse\x12Q\n" +
+	"\x0eExplainNetwork\x12\x1e.edge.v1.ExplainNetworkRequest\x1a\x1f.edge.v1.ExplainNetworkResponse\x12E\n" +
+	"\n" +
+	"ListDenied\x12\x1a.edge.v1.ListDeniedRequest\x1a\x1b.edge.v1.ListDeniedResponse\x12B\n" +
 	"\tFindLeaks\x12\x19.edge.v1.FindLeaksRequest\x1a\x1a.edge.v1.FindLeaksResponseB5Z3github.com/kernflux/opendsec/api/gen/edge/v1;edgev1b\x06proto3"
 
 var (
@@ -1956,7 +2271,7 @@ func file_edge_v1_edge_proto_rawDescGZIP() []byte {
 	return file_edge_v1_edge_proto_rawDescData
 }
 
-var file_edge_v1_edge_proto_msgTypes = make([]protoimpl.MessageInfo, 34)
+var file_edge_v1_edge_proto_msgTypes = make([]protoimpl.MessageInfo, 41)
 var file_edge_v1_edge_proto_goTypes = []any{
 	(*CreateSandboxRequest)(nil),     // 0: edge.v1.CreateSandboxRequest
 	(*CreateSandboxResponse)(nil),    // 1: edge.v1.CreateSandboxResponse
@@ -1978,102 +2293,120 @@ var file_edge_v1_edge_proto_goTypes = []any{
 	(*SetDeadlinesResponse)(nil),     // 17: edge.v1.SetDeadlinesResponse
 	(*TouchRequest)(nil),             // 18: edge.v1.TouchRequest
 	(*TouchResponse)(nil),            // 19: edge.v1.TouchResponse
-	(*GetMetricsRequest)(nil),        // 20: edge.v1.GetMetricsRequest
-	(*GetMetricsResponse)(nil),       // 21: edge.v1.GetMetricsResponse
-	(*WatchRequest)(nil),             // 22: edge.v1.WatchRequest
-	(*WatchResponse)(nil),            // 23: edge.v1.WatchResponse
-	(*NodeReport)(nil),               // 24: edge.v1.NodeReport
-	(*ForgetEndedRequest)(nil),       // 25: edge.v1.ForgetEndedRequest
-	(*ForgetEndedResponse)(nil),      // 26: edge.v1.ForgetEndedResponse
-	(*ImportImageRequest)(nil),       // 27: edge.v1.ImportImageRequest
-	(*BootstrapImageRequest)(nil),    // 28: edge.v1.BootstrapImageRequest
-	(*ImportImageResponse)(nil),      // 29: edge.v1.ImportImageResponse
-	(*DeleteImageRequest)(nil),       // 30: edge.v1.DeleteImageRequest
-	(*DeleteImageResponse)(nil),      // 31: edge.v1.DeleteImageResponse
-	(*FindLeaksRequest)(nil),         // 32: edge.v1.FindLeaksRequest
-	(*FindLeaksResponse)(nil),        // 33: edge.v1.FindLeaksResponse
-	(*v1.SandboxSpec)(nil),           // 34: opendsec.v1.SandboxSpec
-	(*timestamppb.Timestamp)(nil),    // 35: google.protobuf.Timestamp
-	(v1.State)(0),                    // 36: opendsec.v1.State
-	(*v1.End)(nil),                   // 37: opendsec.v1.End
-	(*durationpb.Duration)(nil),      // 38: google.protobuf.Duration
-	(*v1.ErrorInfo)(nil),             // 39: opendsec.v1.ErrorInfo
-	(*v1.Image)(nil),                 // 40: opendsec.v1.Image
-	(*v1.Metrics)(nil),               // 41: opendsec.v1.Metrics
-	(*v1.NodeBackend)(nil),           // 42: opendsec.v1.NodeBackend
-	(*v1.Resources)(nil),             // 43: opendsec.v1.Resources
-	(*v1.ImportImageRequest)(nil),    // 44: opendsec.v1.ImportImageRequest
-	(*v1.BootstrapImageRequest)(nil), // 45: opendsec.v1.BootstrapImageRequest
-	(*v1.ImportImageResponse)(nil),   // 46: opendsec.v1.ImportImageResponse
-	(*v1.Leak)(nil),                  // 47: opendsec.v1.Leak
+	(*UpdateNetworkRequest)(nil),     // 20: edge.v1.UpdateNetworkRequest
+	(*UpdateNetworkResponse)(nil),    // 21: edge.v1.UpdateNetworkResponse
+	(*ExplainNetworkRequest)(nil),    // 22: edge.v1.ExplainNetworkRequest
+	(*ExplainNetworkResponse)(nil),   // 23: edge.v1.ExplainNetworkResponse
+	(*ListDeniedRequest)(nil),        // 24: edge.v1.ListDeniedRequest
+	(*ListDeniedResponse)(nil),       // 25: edge.v1.ListDeniedResponse
+	(*GetMetricsRequest)(nil),        // 26: edge.v1.GetMetricsRequest
+	(*GetMetricsResponse)(nil),       // 27: edge.v1.GetMetricsResponse
+	(*WatchRequest)(nil),             // 28: edge.v1.WatchRequest
+	(*WatchResponse)(nil),            // 29: edge.v1.WatchResponse
+	(*NodeReport)(nil),               // 30: edge.v1.NodeReport
+	(*ForgetEndedRequest)(nil),       // 31: edge.v1.ForgetEndedRequest
+	(*ForgetEndedResponse)(nil),      // 32: edge.v1.ForgetEndedResponse
+	(*ImportImageRequest)(nil),       // 33: edge.v1.ImportImageRequest
+	(*BootstrapImageRequest)(nil),    // 34: edge.v1.BootstrapImageRequest
+	(*ImportImageResponse)(nil),      // 35: edge.v1.ImportImageResponse
+	(*DeleteImageRequest)(nil),       // 36: edge.v1.DeleteImageRequest
+	(*DeleteImageResponse)(nil),      // 37: edge.v1.DeleteImageResponse
+	(*FindLeaksRequest)(nil),         // 38: edge.v1.FindLeaksRequest
+	(*FindLeaksResponse)(nil),        // 39: edge.v1.FindLeaksResponse
+	nil,                              // 40: edge.v1.UpdateNetworkRequest.NetworkRulesEntry
+	(*v1.SandboxSpec)(nil),           // 41: opendsec.v1.SandboxSpec
+	(*timestamppb.Timestamp)(nil),    // 42: google.protobuf.Timestamp
+	(v1.State)(0),                    // 43: opendsec.v1.State
+	(*v1.End)(nil),                   // 44: opendsec.v1.End
+	(*durationpb.Duration)(nil),      // 45: google.protobuf.Duration
+	(*v1.ErrorInfo)(nil),             // 46: opendsec.v1.ErrorInfo
+	(*v1.Image)(nil),                 // 47: opendsec.v1.Image
+	(*v1.NetworkDecision)(nil),       // 48: opendsec.v1.NetworkDecision
+	(*v1.Denial)(nil),                // 49: opendsec.v1.Denial
+	(*v1.Metrics)(nil),               // 50: opendsec.v1.Metrics
+	(*v1.NodeBackend)(nil),           // 51: opendsec.v1.NodeBackend
+	(*v1.Resources)(nil),             // 52: opendsec.v1.Resources
+	(*v1.ImportImageRequest)(nil),    // 53: opendsec.v1.ImportImageRequest
+	(*v1.BootstrapImageRequest)(nil), // 54: opendsec.v1.BootstrapImageRequest
+	(*v1.ImportImageResponse)(nil),   // 55: opendsec.v1.ImportImageResponse
+	(*v1.Leak)(nil),                  // 56: opendsec.v1.Leak
 }
 var file_edge_v1_edge_proto_depIdxs = []int32{
-	34, // 0: edge.v1.CreateSandboxRequest.spec:type_name -> opendsec.v1.SandboxSpec
-	35, // 1: edge.v1.CreateSandboxRequest.created_at:type_name -> google.protobuf.Timestamp
+	41, // 0: edge.v1.CreateSandboxRequest.spec:type_name -> opendsec.v1.SandboxSpec
+	42, // 1: edge.v1.CreateSandboxRequest.created_at:type_name -> google.protobuf.Timestamp
 	2,  // 2: edge.v1.CreateSandboxResponse.status:type_name -> edge.v1.SandboxStatus
-	36, // 3: edge.v1.SandboxStatus.state:type_name -> opendsec.v1.State
-	35, // 4: edge.v1.SandboxStatus.started_at:type_name -> google.protobuf.Timestamp
-	37, // 5: edge.v1.SandboxStatus.end:type_name -> opendsec.v1.End
-	35, // 6: edge.v1.SandboxStatus.paused_at:type_name -> google.protobuf.Timestamp
-	38, // 7: edge.v1.SandboxStatus.paused_for:type_name -> google.protobuf.Duration
+	43, // 3: edge.v1.SandboxStatus.state:type_name -> opendsec.v1.State
+	42, // 4: edge.v1.SandboxStatus.started_at:type_name -> google.protobuf.Timestamp
+	44, // 5: edge.v1.SandboxStatus.end:type_name -> opendsec.v1.End
+	42, // 6: edge.v1.SandboxStatus.paused_at:type_name -> google.protobuf.Timestamp
+	45, // 7: edge.v1.SandboxStatus.paused_for:type_name -> google.protobuf.Duration
 	2,  // 8: edge.v1.PauseSandboxResponse.status:type_name -> edge.v1.SandboxStatus
 	2,  // 9: edge.v1.ResumeSandboxResponse.status:type_name -> edge.v1.SandboxStatus
 	0,  // 10: edge.v1.ForkSandboxRequest.children:type_name -> edge.v1.CreateSandboxRequest
 	9,  // 11: edge.v1.ForkSandboxResponse.results:type_name -> edge.v1.ForkResult
 	2,  // 12: edge.v1.ForkResult.status:type_name -> edge.v1.SandboxStatus
-	39, // 13: edge.v1.ForkResult.error:type_name -> opendsec.v1.ErrorInfo
-	40, // 14: edge.v1.SnapshotSandboxResponse.image:type_name -> opendsec.v1.Image
-	37, // 15: edge.v1.DestroySandboxRequest.end:type_name -> opendsec.v1.End
+	46, // 13: edge.v1.ForkResult.error:type_name -> opendsec.v1.ErrorInfo
+	47, // 14: edge.v1.SnapshotSandboxResponse.image:type_name -> opendsec.v1.Image
+	44, // 15: edge.v1.DestroySandboxRequest.end:type_name -> opendsec.v1.End
 	2,  // 16: edge.v1.DestroySandboxResponse.status:type_name -> edge.v1.SandboxStatus
 	2,  // 17: edge.v1.GetSandboxResponse.status:type_name -> edge.v1.SandboxStatus
-	38, // 18: edge.v1.SetDeadlinesRequest.ttl_running_stop:type_name -> google.protobuf.Duration
-	38, // 19: edge.v1.SetDeadlinesRequest.ttl_lifetime:type_name -> google.protobuf.Duration
-	41, // 20: edge.v1.GetMetricsResponse.metrics:type_name -> opendsec.v1.Metrics
-	24, // 21: edge.v1.WatchResponse.node:type_name -> edge.v1.NodeReport
-	2,  // 22: edge.v1.WatchResponse.sandboxes:type_name -> edge.v1.SandboxStatus
-	42, // 23: edge.v1.NodeReport.backends:type_name -> opendsec.v1.NodeBackend
-	43, // 24: edge.v1.NodeReport.capacity:type_name -> opendsec.v1.Resources
-	44, // 25: edge.v1.ImportImageRequest.request:type_name -> opendsec.v1.ImportImageRequest
-	45, // 26: edge.v1.BootstrapImageRequest.request:type_name -> opendsec.v1.BootstrapImageRequest
-	46, // 27: edge.v1.ImportImageResponse.progress:type_name -> opendsec.v1.ImportImageResponse
-	47, // 28: edge.v1.FindLeaksResponse.leaks:type_name -> opendsec.v1.Leak
-	0,  // 29: edge.v1.Edge.CreateSandbox:input_type -> edge.v1.CreateSandboxRequest
-	12, // 30: edge.v1.Edge.DestroySandbox:input_type -> edge.v1.DestroySandboxRequest
-	14, // 31: edge.v1.Edge.GetSandbox:input_type -> edge.v1.GetSandboxRequest
-	16, // 32: edge.v1.Edge.SetDeadlines:input_type -> edge.v1.SetDeadlinesRequest
-	18, // 33: edge.v1.Edge.Touch:input_type -> edge.v1.TouchRequest
-	20, // 34: edge.v1.Edge.GetMetrics:input_type -> edge.v1.GetMetricsRequest
-	22, // 35: edge.v1.Edge.Watch:input_type -> edge.v1.WatchRequest
-	25, // 36: edge.v1.Edge.ForgetEnded:input_type -> edge.v1.ForgetEndedRequest
-	27, // 37: edge.v1.Edge.ImportImage:input_type -> edge.v1.ImportImageRequest
-	28, // 38: edge.v1.Edge.BootstrapImage:input_type -> edge.v1.BootstrapImageRequest
-	3,  // 39: edge.v1.Edge.PauseSandbox:input_type -> edge.v1.PauseSandboxRequest
-	5,  // 40: edge.v1.Edge.ResumeSandbox:input_type -> edge.v1.ResumeSandboxRequest
-	7,  // 41: edge.v1.Edge.ForkSandbox:input_type -> edge.v1.ForkSandboxRequest
-	10, // 42: edge.v1.Edge.SnapshotSandbox:input_type -> edge.v1.SnapshotSandboxRequest
-	30, // 43: edge.v1.Edge.DeleteImage:input_type -> edge.v1.DeleteImageRequest
-	32, // 44: edge.v1.Edge.FindLeaks:input_type -> edge.v1.FindLeaksRequest
-	1,  // 45: edge.v1.Edge.CreateSandbox:output_type -> edge.v1.CreateSandboxResponse
-	13, // 46: edge.v1.Edge.DestroySandbox:output_type -> edge.v1.DestroySandboxResponse
-	15, // 47: edge.v1.Edge.GetSandbox:output_type -> edge.v1.GetSandboxResponse
-	17, // 48: edge.v1.Edge.SetDeadlines:output_type -> edge.v1.SetDeadlinesResponse
-	19, // 49: edge.v1.Edge.Touch:output_type -> edge.v1.TouchResponse
-	21, // 50: edge.v1.Edge.GetMetrics:output_type -> edge.v1.GetMetricsResponse
-	23, // 51: edge.v1.Edge.Watch:output_type -> edge.v1.WatchResponse
-	26, // 52: edge.v1.Edge.ForgetEnded:output_type -> edge.v1.ForgetEndedResponse
-	29, // 53: edge.v1.Edge.ImportImage:output_type -> edge.v1.ImportImageResponse
-	29, // 54: edge.v1.Edge.BootstrapImage:output_type -> edge.v1.ImportImageResponse
-	4,  // 55: edge.v1.Edge.PauseSandbox:output_type -> edge.v1.PauseSandboxResponse
-	6,  // 56: edge.v1.Edge.ResumeSandbox:output_type -> edge.v1.ResumeSandboxResponse
-	8,  // 57: edge.v1.Edge.ForkSandbox:output_type -> edge.v1.ForkSandboxResponse
-	11, // 58: edge.v1.Edge.SnapshotSandbox:output_type -> edge.v1.SnapshotSandboxResponse
-	31, // 59: edge.v1.Edge.DeleteImage:output_type -> edge.v1.DeleteImageResponse
-	33, // 60: edge.v1.Edge.FindLeaks:output_type -> edge.v1.FindLeaksResponse
-	45, // [45:61] is the sub-list for method output_type
-	29, // [29:45] is the sub-list for method input_type
-	29, // [29:29] is the sub-list for extension type_name
-	29, // [29:29] is the sub-list for extension extendee
-	0,  // [0:29] is the sub-list for field type_name
+	45, // 18: edge.v1.SetDeadlinesRequest.ttl_running_stop:type_name -> google.protobuf.Duration
+	45, // 19: edge.v1.SetDeadlinesRequest.ttl_lifetime:type_name -> google.protobuf.Duration
+	40, // 20: edge.v1.UpdateNetworkRequest.network_rules:type_name -> edge.v1.UpdateNetworkRequest.NetworkRulesEntry
+	48, // 21: edge.v1.ExplainNetworkResponse.decision:type_name -> opendsec.v1.NetworkDecision
+	49, // 22: edge.v1.ListDeniedResponse.denials:type_name -> opendsec.v1.Denial
+	50, // 23: edge.v1.GetMetricsResponse.metrics:type_name -> opendsec.v1.Metrics
+	30, // 24: edge.v1.WatchResponse.node:type_name -> edge.v1.NodeReport
+	2,  // 25: edge.v1.WatchResponse.sandboxes:type_name -> edge.v1.SandboxStatus
+	51, // 26: edge.v1.NodeReport.backends:type_name -> opendsec.v1.NodeBackend
+	52, // 27: edge.v1.NodeReport.capacity:type_name -> opendsec.v1.Resources
+	53, // 28: edge.v1.ImportImageRequest.request:type_name -> opendsec.v1.ImportImageRequest
+	54, // 29: edge.v1.BootstrapImageRequest.request:type_name -> opendsec.v1.BootstrapImageRequest
+	55, // 30: edge.v1.ImportImageResponse.progress:type_name -> opendsec.v1.ImportImageResponse
+	56, // 31: edge.v1.FindLeaksResponse.leaks:type_name -> opendsec.v1.Leak
+	0,  // 32: edge.v1.Edge.CreateSandbox:input_type -> edge.v1.CreateSandboxRequest
+	12, // 33: edge.v1.Edge.DestroySandbox:input_type -> edge.v1.DestroySandboxRequest
+	14, // 34: edge.v1.Edge.GetSandbox:input_type -> edge.v1.GetSandboxRequest
+	16, // 35: edge.v1.Edge.SetDeadlines:input_type -> edge.v1.SetDeadlinesRequest
+	18, // 36: edge.v1.Edge.Touch:input_type -> edge.v1.TouchRequest
+	26, // 37: edge.v1.Edge.GetMetrics:input_type -> edge.v1.GetMetricsRequest
+	28, // 38: edge.v1.Edge.Watch:input_type -> edge.v1.WatchRequest
+	31, // 39: edge.v1.Edge.ForgetEnded:input_type -> edge.v1.ForgetEndedRequest
+	33, // 40: edge.v1.Edge.ImportImage:input_type -> edge.v1.ImportImageRequest
+	34, // 41: edge.v1.Edge.BootstrapImage:input_type -> edge.v1.BootstrapImageRequest
+	3,  // 42: edge.v1.Edge.PauseSandbox:input_type -> edge.v1.PauseSandboxRequest
+	5,  // 43: edge.v1.Edge.ResumeSandbox:input_type -> edge.v1.ResumeSandboxRequest
+	7,  // 44: edge.v1.Edge.ForkSandbox:input_type -> edge.v1.ForkSandboxRequest
+	10, // 45: edge.v1.Edge.SnapshotSandbox:input_type -> edge.v1.SnapshotSandboxRequest
+	36, // 46: edge.v1.Edge.DeleteImage:input_type -> edge.v1.DeleteImageRequest
+	20, // 47: edge.v1.Edge.UpdateNetwork:input_type -> edge.v1.UpdateNetworkRequest
+	22, // 48: edge.v1.Edge.ExplainNetwork:input_type -> edge.v1.ExplainNetworkRequest
+	24, // 49: edge.v1.Edge.ListDenied:input_type -> edge.v1.ListDeniedRequest
+	38, // 50: edge.v1.Edge.FindLeaks:input_type -> edge.v1.FindLeaksRequest
+	1,  // 51: edge.v1.Edge.CreateSandbox:output_type -> edge.v1.CreateSandboxResponse
+	13, // 52: edge.v1.Edge.DestroySandbox:output_type -> edge.v1.DestroySandboxResponse
+	15, // 53: edge.v1.Edge.GetSandbox:output_type -> edge.v1.GetSandboxResponse
+	17, // 54: edge.v1.Edge.SetDeadlines:output_type -> edge.v1.SetDeadlinesResponse
+	19, // 55: edge.v1.Edge.Touch:output_type -> edge.v1.TouchResponse
+	27, // 56: edge.v1.Edge.GetMetrics:output_type -> edge.v1.GetMetricsResponse
+	29, // 57: edge.v1.Edge.Watch:output_type -> edge.v1.WatchResponse
+	32, // 58: edge.v1.Edge.ForgetEnded:output_type -> edge.v1.ForgetEndedResponse
+	35, // 59: edge.v1.Edge.ImportImage:output_type -> edge.v1.ImportImageResponse
+	35, // 60: edge.v1.Edge.BootstrapImage:output_type -> edge.v1.ImportImageResponse
+	4,  // 61: edge.v1.Edge.PauseSandbox:output_type -> edge.v1.PauseSandboxResponse
+	6,  // 62: edge.v1.Edge.ResumeSandbox:output_type -> edge.v1.ResumeSandboxResponse
+	8,  // 63: edge.v1.Edge.ForkSandbox:output_type -> edge.v1.ForkSandboxResponse
+	11, // 64: edge.v1.Edge.SnapshotSandbox:output_type -> edge.v1.SnapshotSandboxResponse
+	37, // 65: edge.v1.Edge.DeleteImage:output_type -> edge.v1.DeleteImageResponse
+	21, // 66: edge.v1.Edge.UpdateNetwork:output_type -> edge.v1.UpdateNetworkResponse
+	23, // 67: edge.v1.Edge.ExplainNetwork:output_type -> edge.v1.ExplainNetworkResponse
+	25, // 68: edge.v1.Edge.ListDenied:output_type -> edge.v1.ListDeniedResponse
+	39, // 69: edge.v1.Edge.FindLeaks:output_type -> edge.v1.FindLeaksResponse
+	51, // [51:70] is the sub-list for method output_type
+	32, // [32:51] is the sub-list for method input_type
+	32, // [32:32] is the sub-list for extension type_name
+	32, // [32:32] is the sub-list for extension extendee
+	0,  // [0:32] is the sub-list for field type_name
 }
 
 func init() { file_edge_v1_edge_proto_init() }
@@ -2091,7 +2424,7 @@ func file_edge_v1_edge_proto_init() {
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_edge_v1_edge_proto_rawDesc), len(file_edge_v1_edge_proto_rawDesc)),
 			NumEnums:      0,
-			NumMessages:   34,
+			NumMessages:   41,
 			NumExtensions: 0,
 			NumServices:   1,
 		},

@@ -255,7 +255,7 @@ type SandboxSpec struct {
 	Metadata map[string]string `protobuf:"bytes,15,rep,name=metadata,proto3" json:"metadata,omitempty" protobuf_key:"bytes,1,opt,name=key" protobuf_val:"bytes,2,opt,name=value"`
 	// What outbound traffic is allowed, by preset ("pypi"), domain, CIDR, each
 	// with an optional port ("github.com:443"), or "*"; false denies. Empty means
-	// that nothing is. See Sandbox.warnings for what this version opens.
+	// that nothing is. docs/concepts/network.md has the rules of precedence.
 	NetworkRules map[string]bool `protobuf:"bytes,16,rep,name=network_rules,json=networkRules,proto3" json:"network_rules,omitempty" protobuf_key:"bytes,1,opt,name=key" protobuf_val:"varint,2,opt,name=value"`
 	// Whether a call to the sandbox wakes it when it is paused.
 	AutoResume    bool `protobuf:"varint,17,opt,name=auto_resume,json=autoResume,proto3" json:"auto_resume,omitempty"`
@@ -2103,6 +2103,496 @@ func (x *PackDiffResponse) GetImage() *Image {
 	return nil
 }
 
+// UpdateNetworkRequest replaces network rules.
+type UpdateNetworkRequest struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// The sandbox's id.
+	Id string `protobuf:"bytes,1,opt,name=id,proto3" json:"id,omitempty"`
+	// All of the new rules, as in SandboxSpec.
+	NetworkRules  map[string]bool `protobuf:"bytes,2,rep,name=network_rules,json=networkRules,proto3" json:"network_rules,omitempty" protobuf_key:"bytes,1,opt,name=key" protobuf_val:"varint,2,opt,name=value"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *UpdateNetworkRequest) Reset() {
+	*x = UpdateNetworkRequest{}
+	mi := &file_opendsec_v1_sandbox_proto_msgTypes[30]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *UpdateNetworkRequest) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*UpdateNetworkRequest) ProtoMessage() {}
+
+func (x *UpdateNetworkRequest) ProtoReflect() protoreflect.Message {
+	mi := &file_opendsec_v1_sandbox_proto_msgTypes[30]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use UpdateNetworkRequest.ProtoReflect.Descriptor instead.
+func (*UpdateNetworkRequest) Descriptor() ([]byte, []int) {
+	return file_opendsec_v1_sandbox_proto_rawDescGZIP(), []int{30}
+}
+
+func (x *UpdateNetworkRequest) GetId() string {
+	if x != nil {
+		return x.Id
+	}
+	return ""
+}
+
+func (x *UpdateNetworkRequest) GetNetworkRules() map[string]bool {
+	if x != nil {
+		return x.NetworkRules
+	}
+	return nil
+}
+
+// UpdateNetworkResponse holds the changed sandbox.
+type UpdateNetworkResponse struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// The sandbox.
+	Sandbox       *Sandbox `protobuf:"bytes,1,opt,name=sandbox,proto3" json:"sandbox,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *UpdateNetworkResponse) Reset() {
+	*x = UpdateNetworkResponse{}
+	mi := &file_opendsec_v1_sandbox_proto_msgTypes[31]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *UpdateNetworkResponse) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*UpdateNetworkResponse) ProtoMessage() {}
+
+func (x *UpdateNetworkResponse) ProtoReflect() protoreflect.Message {
+	mi := &file_opendsec_v1_sandbox_proto_msgTypes[31]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use UpdateNetworkResponse.ProtoReflect.Descriptor instead.
+func (*UpdateNetworkResponse) Descriptor() ([]byte, []int) {
+	return file_opendsec_v1_sandbox_proto_rawDescGZIP(), []int{31}
+}
+
+func (x *UpdateNetworkResponse) GetSandbox() *Sandbox {
+	if x != nil {
+		return x.Sandbox
+	}
+	return nil
+}
+
+// ExplainNetworkRequest asks whether something may be reached.
+type ExplainNetworkRequest struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// The sandbox's id.
+	Id string `protobuf:"bytes,1,opt,name=id,proto3" json:"id,omitempty"`
+	// "HOST", "HOST:PORT" or "HOST:PORT/PROTO"; HOST is a name or an address, one
+	// of IPv6 in brackets if a port follows. TCP is the default.
+	Target        string `protobuf:"bytes,2,opt,name=target,proto3" json:"target,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *ExplainNetworkRequest) Reset() {
+	*x = ExplainNetworkRequest{}
+	mi := &file_opendsec_v1_sandbox_proto_msgTypes[32]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *ExplainNetworkRequest) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*ExplainNetworkRequest) ProtoMessage() {}
+
+func (x *ExplainNetworkRequest) ProtoReflect() protoreflect.Message {
+	mi := &file_opendsec_v1_sandbox_proto_msgTypes[32]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use ExplainNetworkRequest.ProtoReflect.Descriptor instead.
+func (*ExplainNetworkRequest) Descriptor() ([]byte, []int) {
+	return file_opendsec_v1_sandbox_proto_rawDescGZIP(), []int{32}
+}
+
+func (x *ExplainNetworkRequest) GetId() string {
+	if x != nil {
+		return x.Id
+	}
+	return ""
+}
+
+func (x *ExplainNetworkRequest) GetTarget() string {
+	if x != nil {
+		return x.Target
+	}
+	return ""
+}
+
+// ExplainNetworkResponse is the answer.
+type ExplainNetworkResponse struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// The answer.
+	Decision      *NetworkDecision `protobuf:"bytes,1,opt,name=decision,proto3" json:"decision,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *ExplainNetworkResponse) Reset() {
+	*x = ExplainNetworkResponse{}
+	mi := &file_opendsec_v1_sandbox_proto_msgTypes[33]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *ExplainNetworkResponse) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*ExplainNetworkResponse) ProtoMessage() {}
+
+func (x *ExplainNetworkResponse) ProtoReflect() protoreflect.Message {
+	mi := &file_opendsec_v1_sandbox_proto_msgTypes[33]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use ExplainNetworkResponse.ProtoReflect.Descriptor instead.
+func (*ExplainNetworkResponse) Descriptor() ([]byte, []int) {
+	return file_opendsec_v1_sandbox_proto_rawDescGZIP(), []int{33}
+}
+
+func (x *ExplainNetworkResponse) GetDecision() *NetworkDecision {
+	if x != nil {
+		return x.Decision
+	}
+	return nil
+}
+
+// NetworkDecision says whether something may be reached.
+type NetworkDecision struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// Whether it may.
+	Allow bool `protobuf:"varint,1,opt,name=allow,proto3" json:"allow,omitempty"`
+	// The rule that decided, as it was written; "" when none did.
+	Rule string `protobuf:"bytes,2,opt,name=rule,proto3" json:"rule,omitempty"`
+	// A sentence for a person.
+	Why           string `protobuf:"bytes,3,opt,name=why,proto3" json:"why,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *NetworkDecision) Reset() {
+	*x = NetworkDecision{}
+	mi := &file_opendsec_v1_sandbox_proto_msgTypes[34]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *NetworkDecision) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*NetworkDecision) ProtoMessage() {}
+
+func (x *NetworkDecision) ProtoReflect() protoreflect.Message {
+	mi := &file_opendsec_v1_sandbox_proto_msgTypes[34]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use NetworkDecision.ProtoReflect.Descriptor instead.
+func (*NetworkDecision) Descriptor() ([]byte, []int) {
+	return file_opendsec_v1_sandbox_proto_rawDescGZIP(), []int{34}
+}
+
+func (x *NetworkDecision) GetAllow() bool {
+	if x != nil {
+		return x.Allow
+	}
+	return false
+}
+
+func (x *NetworkDecision) GetRule() string {
+	if x != nil {
+		return x.Rule
+	}
+	return ""
+}
+
+func (x *NetworkDecision) GetWhy() string {
+	if x != nil {
+		return x.Why
+	}
+	return ""
+}
+
+// ListDeniedRequest asks what a sandbox was denied.
+type ListDeniedRequest struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// The sandbox's id.
+	Id            string `protobuf:"bytes,1,opt,name=id,proto3" json:"id,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *ListDeniedRequest) Reset() {
+	*x = ListDeniedRequest{}
+	mi := &file_opendsec_v1_sandbox_proto_msgTypes[35]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *ListDeniedRequest) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*ListDeniedRequest) ProtoMessage() {}
+
+func (x *ListDeniedRequest) ProtoReflect() protoreflect.Message {
+	mi := &file_opendsec_v1_sandbox_proto_msgTypes[35]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use ListDeniedRequest.ProtoReflect.Descriptor instead.
+func (*ListDeniedRequest) Descriptor() ([]byte, []int) {
+	return file_opendsec_v1_sandbox_proto_rawDescGZIP(), []int{35}
+}
+
+func (x *ListDeniedRequest) GetId() string {
+	if x != nil {
+		return x.Id
+	}
+	return ""
+}
+
+// ListDeniedResponse holds it.
+type ListDeniedResponse struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// The newest, the oldest of them first. Those of before the node's edge was
+	// started last are forgotten.
+	Denials []*Denial `protobuf:"bytes,1,rep,name=denials,proto3" json:"denials,omitempty"`
+	// How many there were in all.
+	Total         uint64 `protobuf:"varint,2,opt,name=total,proto3" json:"total,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *ListDeniedResponse) Reset() {
+	*x = ListDeniedResponse{}
+	mi := &file_opendsec_v1_sandbox_proto_msgTypes[36]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *ListDeniedResponse) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*ListDeniedResponse) ProtoMessage() {}
+
+func (x *ListDeniedResponse) ProtoReflect() protoreflect.Message {
+	mi := &file_opendsec_v1_sandbox_proto_msgTypes[36]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use ListDeniedResponse.ProtoReflect.Descriptor instead.
+func (*ListDeniedResponse) Descriptor() ([]byte, []int) {
+	return file_opendsec_v1_sandbox_proto_rawDescGZIP(), []int{36}
+}
+
+func (x *ListDeniedResponse) GetDenials() []*Denial {
+	if x != nil {
+		return x.Denials
+	}
+	return nil
+}
+
+func (x *ListDeniedResponse) GetTotal() uint64 {
+	if x != nil {
+		return x.Total
+	}
+	return 0
+}
+
+// Denial is something that a sandbox was denied.
+type Denial struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// The last time.
+	Time *timestamppb.Timestamp `protobuf:"bytes,1,opt,name=time,proto3" json:"time,omitempty"`
+	// How often, one time after another.
+	Count int64 `protobuf:"varint,2,opt,name=count,proto3" json:"count,omitempty"`
+	// "name" (not resolved), "answer" (an address or alias that a name led to),
+	// "query" (over the limits of DNS), "address" (a connection or datagram),
+	// "host" (a connection by name that asked for another one), "limit" (over the
+	// limits of flows), "change" (an open flow, by a change of the rules).
+	Kind string `protobuf:"bytes,3,opt,name=kind,proto3" json:"kind,omitempty"`
+	// The name, "" for none.
+	Name string `protobuf:"bytes,4,opt,name=name,proto3" json:"name,omitempty"`
+	// The address, "" for none.
+	Address string `protobuf:"bytes,5,opt,name=address,proto3" json:"address,omitempty"`
+	// The port, 0 for none.
+	Port uint32 `protobuf:"varint,6,opt,name=port,proto3" json:"port,omitempty"`
+	// "tcp", "udp" or "".
+	Protocol string `protobuf:"bytes,7,opt,name=protocol,proto3" json:"protocol,omitempty"`
+	// The rule that decided, "" when none did.
+	Rule string `protobuf:"bytes,8,opt,name=rule,proto3" json:"rule,omitempty"`
+	// A sentence for a person.
+	Why           string `protobuf:"bytes,9,opt,name=why,proto3" json:"why,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *Denial) Reset() {
+	*x = Denial{}
+	mi := &file_opendsec_v1_sandbox_proto_msgTypes[37]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *Denial) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*Denial) ProtoMessage() {}
+
+func (x *Denial) ProtoReflect() protoreflect.Message {
+	mi := &file_opendsec_v1_sandbox_proto_msgTypes[37]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use Denial.ProtoReflect.Descriptor instead.
+func (*Denial) Descriptor() ([]byte, []int) {
+	return file_opendsec_v1_sandbox_proto_rawDescGZIP(), []int{37}
+}
+
+func (x *Denial) GetTime() *timestamppb.Timestamp {
+	if x != nil {
+		return x.Time
+	}
+	return nil
+}
+
+func (x *Denial) GetCount() int64 {
+	if x != nil {
+		return x.Count
+	}
+	return 0
+}
+
+func (x *Denial) GetKind() string {
+	if x != nil {
+		return x.Kind
+	}
+	return ""
+}
+
+func (x *Denial) GetName() string {
+	if x != nil {
+		return x.Name
+	}
+	return ""
+}
+
+func (x *Denial) GetAddress() string {
+	if x != nil {
+		return x.Address
+	}
+	return ""
+}
+
+func (x *Denial) GetPort() uint32 {
+	if x != nil {
+		return x.Port
+	}
+	return 0
+}
+
+func (x *Denial) GetProtocol() string {
+	if x != nil {
+		return x.Protocol
+	}
+	return ""
+}
+
+func (x *Denial) GetRule() string {
+	if x != nil {
+		return x.Rule
+	}
+	return ""
+}
+
+func (x *Denial) GetWhy() string {
+	if x != nil {
+		return x.Why
+	}
+	return ""
+}
+
 // Metrics is what a sandbox uses, measured on the host.
 type Metrics struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
@@ -2123,17 +2613,25 @@ type Metrics struct {
 	DiskLimitBytes int64 `protobuf:"varint,7,opt,name=disk_limit_bytes,json=diskLimitBytes,proto3" json:"disk_limit_bytes,omitempty"`
 	// Processes or threads on the host.
 	Pids int64 `protobuf:"varint,8,opt,name=pids,proto3" json:"pids,omitempty"`
+	// Bytes that it sent to the outside, since its machine was started or the edge was.
+	NetworkSentBytes uint64 `protobuf:"varint,9,opt,name=network_sent_bytes,json=networkSentBytes,proto3" json:"network_sent_bytes,omitempty"`
+	// Bytes that it received from there.
+	NetworkReceivedBytes uint64 `protobuf:"varint,10,opt,name=network_received_bytes,json=networkReceivedBytes,proto3" json:"network_received_bytes,omitempty"`
+	// Connections and UDP flows to the outside that are open.
+	NetworkFlows int64 `protobuf:"varint,11,opt,name=network_flows,json=networkFlows,proto3" json:"network_flows,omitempty"`
+	// What it was denied on the network; see ListDenied.
+	NetworkDenied uint64 `protobuf:"varint,12,opt,name=network_denied,json=networkDenied,proto3" json:"network_denied,omitempty"`
 	// Memory in bytes that it has in common with others made of the same state:
 	// its source, forks, starts of one snapshot. Not in memory_bytes; what it
 	// writes to becomes its own.
-	SharedMemoryBytes int64 `protobuf:"varint,9,opt,name=shared_memory_bytes,json=sharedMemoryBytes,proto3" json:"shared_memory_bytes,omitempty"`
+	SharedMemoryBytes int64 `protobuf:"varint,13,opt,name=shared_memory_bytes,json=sharedMemoryBytes,proto3" json:"shared_memory_bytes,omitempty"`
 	unknownFields     protoimpl.UnknownFields
 	sizeCache         protoimpl.SizeCache
 }
 
 func (x *Metrics) Reset() {
 	*x = Metrics{}
-	mi := &file_opendsec_v1_sandbox_proto_msgTypes[30]
+	mi := &file_opendsec_v1_sandbox_proto_msgTypes[38]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2145,7 +2643,7 @@ func (x *Metrics) String() string {
 func (*Metrics) ProtoMessage() {}
 
 func (x *Metrics) ProtoReflect() protoreflect.Message {
-	mi := &file_opendsec_v1_sandbox_proto_msgTypes[30]
+	mi := &file_opendsec_v1_sandbox_proto_msgTypes[38]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2158,7 +2656,7 @@ func (x *Metrics) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Metrics.ProtoReflect.Descriptor instead.
 func (*Metrics) Descriptor() ([]byte, []int) {
-	return file_opendsec_v1_sandbox_proto_rawDescGZIP(), []int{30}
+	return file_opendsec_v1_sandbox_proto_rawDescGZIP(), []int{38}
 }
 
 func (x *Metrics) GetTime() *timestamppb.Timestamp {
@@ -2217,6 +2715,34 @@ func (x *Metrics) GetPids() int64 {
 	return 0
 }
 
+func (x *Metrics) GetNetworkSentBytes() uint64 {
+	if x != nil {
+		return x.NetworkSentBytes
+	}
+	return 0
+}
+
+func (x *Metrics) GetNetworkReceivedBytes() uint64 {
+	if x != nil {
+		return x.NetworkReceivedBytes
+	}
+	return 0
+}
+
+func (x *Metrics) GetNetworkFlows() int64 {
+	if x != nil {
+		return x.NetworkFlows
+	}
+	return 0
+}
+
+func (x *Metrics) GetNetworkDenied() uint64 {
+	if x != nil {
+		return x.NetworkDenied
+	}
+	return 0
+}
+
 func (x *Metrics) GetSharedMemoryBytes() int64 {
 	if x != nil {
 		return x.SharedMemoryBytes
@@ -2251,7 +2777,7 @@ type ErrorInfo struct {
 
 func (x *ErrorInfo) Reset() {
 	*x = ErrorInfo{}
-	mi := &file_opendsec_v1_sandbox_proto_msgTypes[31]
+	mi := &file_opendsec_v1_sandbox_proto_msgTypes[39]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2263,7 +2789,7 @@ func (x *ErrorInfo) String() string {
 func (*ErrorInfo) ProtoMessage() {}
 
 func (x *ErrorInfo) ProtoReflect() protoreflect.Message {
-	mi := &file_opendsec_v1_sandbox_proto_msgTypes[31]
+	mi := &file_opendsec_v1_sandbox_proto_msgTypes[39]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2276,7 +2802,7 @@ func (x *ErrorInfo) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ErrorInfo.ProtoReflect.Descriptor instead.
 func (*ErrorInfo) Descriptor() ([]byte, []int) {
-	return file_opendsec_v1_sandbox_proto_rawDescGZIP(), []int{31}
+	return file_opendsec_v1_sandbox_proto_rawDescGZIP(), []int{39}
 }
 
 func (x *ErrorInfo) GetKind() string {
@@ -2485,7 +3011,39 @@ const file_opendsec_v1_sandbox_proto_rawDesc = "" +
 	"\x02id\x18\x01 \x01(\tR\x02id\x12\x12\n" +
 	"\x04name\x18\x02 \x01(\tR\x04name\"<\n" +
 	"\x10PackDiffResponse\x12(\n" +
-	"\x05image\x18\x01 \x01(\v2\x12.opendsec.v1.ImageR\x05image\"\xf5\x02\n" +
+	"\x05image\x18\x01 \x01(\v2\x12.opendsec.v1.ImageR\x05image\"\xc1\x01\n" +
+	"\x14UpdateNetworkRequest\x12\x0e\n" +
+	"\x02id\x18\x01 \x01(\tR\x02id\x12X\n" +
+	"\rnetwork_rules\x18\x02 \x03(\v23.opendsec.v1.UpdateNetworkRequest.NetworkRulesEntryR\fnetworkRules\x1a?\n" +
+	"\x11NetworkRulesEntry\x12\x10\n" +
+	"\x03key\x18\x01 \x01(\tR\x03key\x12\x14\n" +
+	"\x05value\x18\x02 \x01(\bR\x05value:\x028\x01\"G\n" +
+	"\x15UpdateNetworkResponse\x12.\n" +
+	"\asandbox\x18\x01 \x01(\v2\x14.opendsec.v1.SandboxR\asandbox\"?\n" +
+	"\x15ExplainNetworkRequest\x12\x0e\n" +
+	"\x02id\x18\x01 \x01(\tR\x02id\x12\x16\n" +
+	"\x06target\x18\x02 \x01(\tR\x06target\"R\n" +
+	"\x16ExplainNetworkResponse\x128\n" +
+	"\bdecision\x18\x01 \x01(\v2\x1c.opendsec.v1.NetworkDecisionR\bdecision\"M\n" +
+	"\x0fNetworkDecision\x12\x14\n" +
+	"\x05allow\x18\x01 \x01(\bR\x05allow\x12\x12\n" +
+	"\x04rule\x18\x02 \x01(\tR\x04rule\x12\x10\n" +
+	"\x03why\x18\x03 \x01(\tR\x03why\"#\n" +
+	"\x11ListDeniedRequest\x12\x0e\n" +
+	"\x02id\x18\x01 \x01(\tR\x02id\"Y\n" +
+	"\x12ListDeniedResponse\x12-\n" +
+	"\adenials\x18\x01 \x03(\v2\x13.opendsec.v1.DenialR\adenials\x12\x14\n" +
+	"\x05total\x18\x02 \x01(\x04R\x05total\"\xe6\x01\n" +
+	"\x06Denial\x12.\n" +
+	"\x04time\x18\x01 \x01(\v2\x1a.google.protobuf.TimestampR\x04time\x12\x14\n" +
+	"\x05count\x18\x02 \x01(\x03R\x05count\x12\x12\n" +
+	"\x04kind\x18\x03 \x01(\tR\x04kind\x12\x12\n" +
+	"\x04name\x18\x04 \x01(\tR\x04name\x12\x18\n" +
+	"\aaddress\x18\x05 \x01(\tR\aaddress\x12\x12\n" +
+	"\x04port\x18\x06 \x01(\rR\x04port\x12\x1a\n" +
+	"\bprotocol\x18\a \x01(\tR\bprotocol\x12\x12\n" +
+	"\x04rule\x18\b \x01(\tR\x04rule\x12\x10\n" +
+	"\x03why\x18\t \x01(\tR\x03why\"\xa5\x04\n" +
 	"\aMetrics\x12.\n" +
 	"\x04time\x18\x01 \x01(\v2\x1a.google.protobuf.TimestampR\x04time\x124\n" +
 	"\bcpu_time\x18\x02 \x01(\v2\x19.google.protobuf.DurationR\acpuTime\x12&\n" +
@@ -2495,8 +3053,13 @@ const file_opendsec_v1_sandbox_proto_rawDesc = "" +
 	"\n" +
 	"disk_bytes\x18\x06 \x01(\x03R\tdiskBytes\x12(\n" +
 	"\x10disk_limit_bytes\x18\a \x01(\x03R\x0ediskLimitBytes\x12\x12\n" +
-	"\x04pids\x18\b \x01(\x03R\x04pids\x12.\n" +
-	"\x13shared_memory_bytes\x18\t \x01(\x03R\x11sharedMemoryBytes\"\xa3\x02\n" +
+	"\x04pids\x18\b \x01(\x03R\x04pids\x12,\n" +
+	"\x12network_sent_bytes\x18\t \x01(\x04R\x10networkSentBytes\x124\n" +
+	"\x16network_received_bytes\x18\n" +
+	" \x01(\x04R\x14networkReceivedBytes\x12#\n" +
+	"\rnetwork_flows\x18\v \x01(\x03R\fnetworkFlows\x12%\n" +
+	"\x0enetwork_denied\x18\f \x01(\x04R\rnetworkDenied\x12.\n" +
+	"\x13shared_memory_bytes\x18\r \x01(\x03R\x11sharedMemoryBytes\"\xa3\x02\n" +
 	"\tErrorInfo\x12\x12\n" +
 	"\x04kind\x18\x01 \x01(\tR\x04kind\x12\x14\n" +
 	"\x05field\x18\x02 \x01(\tR\x05field\x12+\n" +
@@ -2526,7 +3089,8 @@ const file_opendsec_v1_sandbox_proto_rawDesc = "" +
 	"\x06OnIdle\x12\x17\n" +
 	"\x13ON_IDLE_UNSPECIFIED\x10\x00\x12\x10\n" +
 	"\fON_IDLE_STOP\x10\x01\x12\x11\n" +
-	"\rON_IDLE_PAUSE\x10\x022\xcf\b\n" +
+	"\rON_IDLE_PAUSE\x10\x022\xd1\n" +
+	"\n" +
 	"\x0eSandboxService\x12V\n" +
 	"\rCreateSandbox\x12!.opendsec.v1.CreateSandboxRequest\x1a\".opendsec.v1.CreateSandboxResponse\x12\\\n" +
 	"\x0fCreateSandboxes\x12#.opendsec.v1.CreateSandboxesRequest\x1a$.opendsec.v1.CreateSandboxesResponse\x12M\n" +
@@ -2542,7 +3106,11 @@ const file_opendsec_v1_sandbox_proto_rawDesc = "" +
 	"\rResumeSandbox\x12!.opendsec.v1.ResumeSandboxRequest\x1a\".opendsec.v1.ResumeSandboxResponse\x12P\n" +
 	"\vForkSandbox\x12\x1f.opendsec.v1.ForkSandboxRequest\x1a .opendsec.v1.ForkSandboxResponse\x12Y\n" +
 	"\x0eCreateSnapshot\x12\".opendsec.v1.CreateSnapshotRequest\x1a#.opendsec.v1.CreateSnapshotResponse\x12G\n" +
-	"\bPackDiff\x12\x1c.opendsec.v1.PackDiffRequest\x1a\x1d.opendsec.v1.PackDiffResponseB=Z;github.com/kernflux/opendsec/api/gen/opendsec/v1;opendsecv1b\x06proto3"
+	"\bPackDiff\x12\x1c.opendsec.v1.PackDiffRequest\x1a\x1d.opendsec.v1.PackDiffResponse\x12V\n" +
+	"\rUpdateNetwork\x12!.opendsec.v1.UpdateNetworkRequest\x1a\".opendsec.v1.UpdateNetworkResponse\x12Y\n" +
+	"\x0eExplainNetwork\x12\".opendsec.v1.ExplainNetworkRequest\x1a#.opendsec.v1.ExplainNetworkResponse\x12M\n" +
+	"\n" +
+	"ListDenied\x12\x1e.opendsec.v1.ListDeniedRequest\x1a\x1f.opendsec.v1.ListDeniedResponseB=Z;github.com/kernflux/opendsec/api/gen/opendsec/v1;opendsecv1b\x06proto3"
 
 var (
 	file_opendsec_v1_sandbox_proto_rawDescOnce sync.Once
@@ -2557,7 +3125,7 @@ func file_opendsec_v1_sandbox_proto_rawDescGZIP() []byte {
 }
 
 var file_opendsec_v1_sandbox_proto_enumTypes = make([]protoimpl.EnumInfo, 3)
-var file_opendsec_v1_sandbox_proto_msgTypes = make([]protoimpl.MessageInfo, 37)
+var file_opendsec_v1_sandbox_proto_msgTypes = make([]protoimpl.MessageInfo, 46)
 var file_opendsec_v1_sandbox_proto_goTypes = []any{
 	(State)(0),                      // 0: opendsec.v1.State
 	(Domain)(0),                     // 1: opendsec.v1.Domain
@@ -2592,89 +3160,109 @@ var file_opendsec_v1_sandbox_proto_goTypes = []any{
 	(*CreateSnapshotResponse)(nil),  // 30: opendsec.v1.CreateSnapshotResponse
 	(*PackDiffRequest)(nil),         // 31: opendsec.v1.PackDiffRequest
 	(*PackDiffResponse)(nil),        // 32: opendsec.v1.PackDiffResponse
-	(*Metrics)(nil),                 // 33: opendsec.v1.Metrics
-	(*ErrorInfo)(nil),               // 34: opendsec.v1.ErrorInfo
-	nil,                             // 35: opendsec.v1.SandboxSpec.EnvEntry
-	nil,                             // 36: opendsec.v1.SandboxSpec.LabelsEntry
-	nil,                             // 37: opendsec.v1.SandboxSpec.MetadataEntry
-	nil,                             // 38: opendsec.v1.SandboxSpec.NetworkRulesEntry
-	nil,                             // 39: opendsec.v1.ListSandboxesRequest.LabelsEntry
-	(*durationpb.Duration)(nil),     // 40: google.protobuf.Duration
-	(*timestamppb.Timestamp)(nil),   // 41: google.protobuf.Timestamp
-	(*Image)(nil),                   // 42: opendsec.v1.Image
+	(*UpdateNetworkRequest)(nil),    // 33: opendsec.v1.UpdateNetworkRequest
+	(*UpdateNetworkResponse)(nil),   // 34: opendsec.v1.UpdateNetworkResponse
+	(*ExplainNetworkRequest)(nil),   // 35: opendsec.v1.ExplainNetworkRequest
+	(*ExplainNetworkResponse)(nil),  // 36: opendsec.v1.ExplainNetworkResponse
+	(*NetworkDecision)(nil),         // 37: opendsec.v1.NetworkDecision
+	(*ListDeniedRequest)(nil),       // 38: opendsec.v1.ListDeniedRequest
+	(*ListDeniedResponse)(nil),      // 39: opendsec.v1.ListDeniedResponse
+	(*Denial)(nil),                  // 40: opendsec.v1.Denial
+	(*Metrics)(nil),                 // 41: opendsec.v1.Metrics
+	(*ErrorInfo)(nil),               // 42: opendsec.v1.ErrorInfo
+	nil,                             // 43: opendsec.v1.SandboxSpec.EnvEntry
+	nil,                             // 44: opendsec.v1.SandboxSpec.LabelsEntry
+	nil,                             // 45: opendsec.v1.SandboxSpec.MetadataEntry
+	nil,                             // 46: opendsec.v1.SandboxSpec.NetworkRulesEntry
+	nil,                             // 47: opendsec.v1.ListSandboxesRequest.LabelsEntry
+	nil,                             // 48: opendsec.v1.UpdateNetworkRequest.NetworkRulesEntry
+	(*durationpb.Duration)(nil),     // 49: google.protobuf.Duration
+	(*timestamppb.Timestamp)(nil),   // 50: google.protobuf.Timestamp
+	(*Image)(nil),                   // 51: opendsec.v1.Image
 }
 var file_opendsec_v1_sandbox_proto_depIdxs = []int32{
-	40, // 0: opendsec.v1.SandboxSpec.ttl_running_stop:type_name -> google.protobuf.Duration
-	40, // 1: opendsec.v1.SandboxSpec.ttl_lifetime:type_name -> google.protobuf.Duration
+	49, // 0: opendsec.v1.SandboxSpec.ttl_running_stop:type_name -> google.protobuf.Duration
+	49, // 1: opendsec.v1.SandboxSpec.ttl_lifetime:type_name -> google.protobuf.Duration
 	2,  // 2: opendsec.v1.SandboxSpec.on_idle:type_name -> opendsec.v1.OnIdle
-	35, // 3: opendsec.v1.SandboxSpec.env:type_name -> opendsec.v1.SandboxSpec.EnvEntry
-	36, // 4: opendsec.v1.SandboxSpec.labels:type_name -> opendsec.v1.SandboxSpec.LabelsEntry
-	37, // 5: opendsec.v1.SandboxSpec.metadata:type_name -> opendsec.v1.SandboxSpec.MetadataEntry
-	38, // 6: opendsec.v1.SandboxSpec.network_rules:type_name -> opendsec.v1.SandboxSpec.NetworkRulesEntry
+	43, // 3: opendsec.v1.SandboxSpec.env:type_name -> opendsec.v1.SandboxSpec.EnvEntry
+	44, // 4: opendsec.v1.SandboxSpec.labels:type_name -> opendsec.v1.SandboxSpec.LabelsEntry
+	45, // 5: opendsec.v1.SandboxSpec.metadata:type_name -> opendsec.v1.SandboxSpec.MetadataEntry
+	46, // 6: opendsec.v1.SandboxSpec.network_rules:type_name -> opendsec.v1.SandboxSpec.NetworkRulesEntry
 	1,  // 7: opendsec.v1.End.domain:type_name -> opendsec.v1.Domain
-	41, // 8: opendsec.v1.End.time:type_name -> google.protobuf.Timestamp
+	50, // 8: opendsec.v1.End.time:type_name -> google.protobuf.Timestamp
 	3,  // 9: opendsec.v1.Sandbox.spec:type_name -> opendsec.v1.SandboxSpec
 	0,  // 10: opendsec.v1.Sandbox.state:type_name -> opendsec.v1.State
-	41, // 11: opendsec.v1.Sandbox.created_at:type_name -> google.protobuf.Timestamp
-	41, // 12: opendsec.v1.Sandbox.started_at:type_name -> google.protobuf.Timestamp
+	50, // 11: opendsec.v1.Sandbox.created_at:type_name -> google.protobuf.Timestamp
+	50, // 12: opendsec.v1.Sandbox.started_at:type_name -> google.protobuf.Timestamp
 	4,  // 13: opendsec.v1.Sandbox.end:type_name -> opendsec.v1.End
-	41, // 14: opendsec.v1.Sandbox.paused_at:type_name -> google.protobuf.Timestamp
+	50, // 14: opendsec.v1.Sandbox.paused_at:type_name -> google.protobuf.Timestamp
 	3,  // 15: opendsec.v1.CreateSandboxRequest.spec:type_name -> opendsec.v1.SandboxSpec
 	5,  // 16: opendsec.v1.CreateSandboxResponse.sandbox:type_name -> opendsec.v1.Sandbox
 	3,  // 17: opendsec.v1.CreateSandboxesRequest.spec:type_name -> opendsec.v1.SandboxSpec
 	10, // 18: opendsec.v1.CreateSandboxesResponse.results:type_name -> opendsec.v1.CreateResult
 	5,  // 19: opendsec.v1.CreateResult.sandbox:type_name -> opendsec.v1.Sandbox
-	34, // 20: opendsec.v1.CreateResult.error:type_name -> opendsec.v1.ErrorInfo
+	42, // 20: opendsec.v1.CreateResult.error:type_name -> opendsec.v1.ErrorInfo
 	5,  // 21: opendsec.v1.GetSandboxResponse.sandbox:type_name -> opendsec.v1.Sandbox
 	0,  // 22: opendsec.v1.ListSandboxesRequest.states:type_name -> opendsec.v1.State
-	39, // 23: opendsec.v1.ListSandboxesRequest.labels:type_name -> opendsec.v1.ListSandboxesRequest.LabelsEntry
+	47, // 23: opendsec.v1.ListSandboxesRequest.labels:type_name -> opendsec.v1.ListSandboxesRequest.LabelsEntry
 	5,  // 24: opendsec.v1.ListSandboxesResponse.sandboxes:type_name -> opendsec.v1.Sandbox
 	5,  // 25: opendsec.v1.StopSandboxResponse.sandbox:type_name -> opendsec.v1.Sandbox
-	40, // 26: opendsec.v1.SetTTLRequest.ttl_running_stop:type_name -> google.protobuf.Duration
-	40, // 27: opendsec.v1.SetTTLRequest.ttl_lifetime:type_name -> google.protobuf.Duration
+	49, // 26: opendsec.v1.SetTTLRequest.ttl_running_stop:type_name -> google.protobuf.Duration
+	49, // 27: opendsec.v1.SetTTLRequest.ttl_lifetime:type_name -> google.protobuf.Duration
 	5,  // 28: opendsec.v1.SetTTLResponse.sandbox:type_name -> opendsec.v1.Sandbox
-	33, // 29: opendsec.v1.GetMetricsResponse.metrics:type_name -> opendsec.v1.Metrics
+	41, // 29: opendsec.v1.GetMetricsResponse.metrics:type_name -> opendsec.v1.Metrics
 	5,  // 30: opendsec.v1.PauseSandboxResponse.sandbox:type_name -> opendsec.v1.Sandbox
 	5,  // 31: opendsec.v1.ResumeSandboxResponse.sandbox:type_name -> opendsec.v1.Sandbox
 	10, // 32: opendsec.v1.ForkSandboxResponse.results:type_name -> opendsec.v1.CreateResult
-	42, // 33: opendsec.v1.CreateSnapshotResponse.image:type_name -> opendsec.v1.Image
-	42, // 34: opendsec.v1.PackDiffResponse.image:type_name -> opendsec.v1.Image
-	41, // 35: opendsec.v1.Metrics.time:type_name -> google.protobuf.Timestamp
-	40, // 36: opendsec.v1.Metrics.cpu_time:type_name -> google.protobuf.Duration
-	1,  // 37: opendsec.v1.ErrorInfo.domain:type_name -> opendsec.v1.Domain
-	0,  // 38: opendsec.v1.ErrorInfo.state:type_name -> opendsec.v1.State
-	4,  // 39: opendsec.v1.ErrorInfo.end:type_name -> opendsec.v1.End
-	6,  // 40: opendsec.v1.SandboxService.CreateSandbox:input_type -> opendsec.v1.CreateSandboxRequest
-	8,  // 41: opendsec.v1.SandboxService.CreateSandboxes:input_type -> opendsec.v1.CreateSandboxesRequest
-	11, // 42: opendsec.v1.SandboxService.GetSandbox:input_type -> opendsec.v1.GetSandboxRequest
-	13, // 43: opendsec.v1.SandboxService.ListSandboxes:input_type -> opendsec.v1.ListSandboxesRequest
-	15, // 44: opendsec.v1.SandboxService.StopSandbox:input_type -> opendsec.v1.StopSandboxRequest
-	17, // 45: opendsec.v1.SandboxService.SetTTL:input_type -> opendsec.v1.SetTTLRequest
-	19, // 46: opendsec.v1.SandboxService.RefreshSandbox:input_type -> opendsec.v1.RefreshSandboxRequest
-	21, // 47: opendsec.v1.SandboxService.GetMetrics:input_type -> opendsec.v1.GetMetricsRequest
-	23, // 48: opendsec.v1.SandboxService.PauseSandbox:input_type -> opendsec.v1.PauseSandboxRequest
-	25, // 49: opendsec.v1.SandboxService.ResumeSandbox:input_type -> opendsec.v1.ResumeSandboxRequest
-	27, // 50: opendsec.v1.SandboxService.ForkSandbox:input_type -> opendsec.v1.ForkSandboxRequest
-	29, // 51: opendsec.v1.SandboxService.CreateSnapshot:input_type -> opendsec.v1.CreateSnapshotRequest
-	31, // 52: opendsec.v1.SandboxService.PackDiff:input_type -> opendsec.v1.PackDiffRequest
-	7,  // 53: opendsec.v1.SandboxService.CreateSandbox:output_type -> opendsec.v1.CreateSandboxResponse
-	9,  // 54: opendsec.v1.SandboxService.CreateSandboxes:output_type -> opendsec.v1.CreateSandboxesResponse
-	12, // 55: opendsec.v1.SandboxService.GetSandbox:output_type -> opendsec.v1.GetSandboxResponse
-	14, // 56: opendsec.v1.SandboxService.ListSandboxes:output_type -> opendsec.v1.ListSandboxesResponse
-	16, // 57: opendsec.v1.SandboxService.StopSandbox:output_type -> opendsec.v1.StopSandboxResponse
-	18, // 58: opendsec.v1.SandboxService.SetTTL:output_type -> opendsec.v1.SetTTLResponse
-	20, // 59: opendsec.v1.SandboxService.RefreshSandbox:output_type -> opendsec.v1.RefreshSandboxResponse
-	22, // 60: opendsec.v1.SandboxService.GetMetrics:output_type -> opendsec.v1.GetMetricsResponse
-	24, // 61: opendsec.v1.SandboxService.PauseSandbox:output_type -> opendsec.v1.PauseSandboxResponse
-	26, // 62: opendsec.v1.SandboxService.ResumeSandbox:output_type -> opendsec.v1.ResumeSandboxResponse
-	28, // 63: opendsec.v1.SandboxService.ForkSandbox:output_type -> opendsec.v1.ForkSandboxResponse
-	30, // 64: opendsec.v1.SandboxService.CreateSnapshot:output_type -> opendsec.v1.CreateSnapshotResponse
-	32, // 65: opendsec.v1.SandboxService.PackDiff:output_type -> opendsec.v1.PackDiffResponse
-	53, // [53:66] is the sub-list for method output_type
-	40, // [40:53] is the sub-list for method input_type
-	40, // [40:40] is the sub-list for extension type_name
-	40, // [40:40] is the sub-list for extension extendee
-	0,  // [0:40] is the sub-list for field type_name
+	51, // 33: opendsec.v1.CreateSnapshotResponse.image:type_name -> opendsec.v1.Image
+	51, // 34: opendsec.v1.PackDiffResponse.image:type_name -> opendsec.v1.Image
+	48, // 35: opendsec.v1.UpdateNetworkRequest.network_rules:type_name -> opendsec.v1.UpdateNetworkRequest.NetworkRulesEntry
+	5,  // 36: opendsec.v1.UpdateNetworkResponse.sandbox:type_name -> opendsec.v1.Sandbox
+	37, // 37: opendsec.v1.ExplainNetworkResponse.decision:type_name -> opendsec.v1.NetworkDecision
+	40, // 38: opendsec.v1.ListDeniedResponse.denials:type_name -> opendsec.v1.Denial
+	50, // 39: opendsec.v1.Denial.time:type_name -> google.protobuf.Timestamp
+	50, // 40: opendsec.v1.Metrics.time:type_name -> google.protobuf.Timestamp
+	49, // 41: opendsec.v1.Metrics.cpu_time:type_name -> google.protobuf.Duration
+	1,  // 42: opendsec.v1.ErrorInfo.domain:type_name -> opendsec.v1.Domain
+	0,  // 43: opendsec.v1.ErrorInfo.state:type_name -> opendsec.v1.State
+	4,  // 44: opendsec.v1.ErrorInfo.end:type_name -> opendsec.v1.End
+	6,  // 45: opendsec.v1.SandboxService.CreateSandbox:input_type -> opendsec.v1.CreateSandboxRequest
+	8,  // 46: opendsec.v1.SandboxService.CreateSandboxes:input_type -> opendsec.v1.CreateSandboxesRequest
+	11, // 47: opendsec.v1.SandboxService.GetSandbox:input_type -> opendsec.v1.GetSandboxRequest
+	13, // 48: opendsec.v1.SandboxService.ListSandboxes:input_type -> opendsec.v1.ListSandboxesRequest
+	15, // 49: opendsec.v1.SandboxService.StopSandbox:input_type -> opendsec.v1.StopSandboxRequest
+	17, // 50: opendsec.v1.SandboxService.SetTTL:input_type -> opendsec.v1.SetTTLRequest
+	19, // 51: opendsec.v1.SandboxService.RefreshSandbox:input_type -> opendsec.v1.RefreshSandboxRequest
+	21, // 52: opendsec.v1.SandboxService.GetMetrics:input_type -> opendsec.v1.GetMetricsRequest
+	23, // 53: opendsec.v1.SandboxService.PauseSandbox:input_type -> opendsec.v1.PauseSandboxRequest
+	25, // 54: opendsec.v1.SandboxService.ResumeSandbox:input_type -> opendsec.v1.ResumeSandboxRequest
+	27, // 55: opendsec.v1.SandboxService.ForkSandbox:input_type -> opendsec.v1.ForkSandboxRequest
+	29, // 56: opendsec.v1.SandboxService.CreateSnapshot:input_type -> opendsec.v1.CreateSnapshotRequest
+	31, // 57: opendsec.v1.SandboxService.PackDiff:input_type -> opendsec.v1.PackDiffRequest
+	33, // 58: opendsec.v1.SandboxService.UpdateNetwork:input_type -> opendsec.v1.UpdateNetworkRequest
+	35, // 59: opendsec.v1.SandboxService.ExplainNetwork:input_type -> opendsec.v1.ExplainNetworkRequest
+	38, // 60: opendsec.v1.SandboxService.ListDenied:input_type -> opendsec.v1.ListDeniedRequest
+	7,  // 61: opendsec.v1.SandboxService.CreateSandbox:output_type -> opendsec.v1.CreateSandboxResponse
+	9,  // 62: opendsec.v1.SandboxService.CreateSandboxes:output_type -> opendsec.v1.CreateSandboxesResponse
+	12, // 63: opendsec.v1.SandboxService.GetSandbox:output_type -> opendsec.v1.GetSandboxResponse
+	14, // 64: opendsec.v1.SandboxService.ListSandboxes:output_type -> opendsec.v1.ListSandboxesResponse
+	16, // 65: opendsec.v1.SandboxService.StopSandbox:output_type -> opendsec.v1.StopSandboxResponse
+	18, // 66: opendsec.v1.SandboxService.SetTTL:output_type -> opendsec.v1.SetTTLResponse
+	20, // 67: opendsec.v1.SandboxService.RefreshSandbox:output_type -> opendsec.v1.RefreshSandboxResponse
+	22, // 68: opendsec.v1.SandboxService.GetMetrics:output_type -> opendsec.v1.GetMetricsResponse
+	24, // 69: opendsec.v1.SandboxService.PauseSandbox:output_type -> opendsec.v1.PauseSandboxResponse
+	26, // 70: opendsec.v1.SandboxService.ResumeSandbox:output_type -> opendsec.v1.ResumeSandboxResponse
+	28, // 71: opendsec.v1.SandboxService.ForkSandbox:output_type -> opendsec.v1.ForkSandboxResponse
+	30, // 72: opendsec.v1.SandboxService.CreateSnapshot:output_type -> opendsec.v1.CreateSnapshotResponse
+	32, // 73: opendsec.v1.SandboxService.PackDiff:output_type -> opendsec.v1.PackDiffResponse
+	34, // 74: opendsec.v1.SandboxService.UpdateNetwork:output_type -> opendsec.v1.UpdateNetworkResponse
+	36, // 75: opendsec.v1.SandboxService.ExplainNetwork:output_type -> opendsec.v1.ExplainNetworkResponse
+	39, // 76: opendsec.v1.SandboxService.ListDenied:output_type -> opendsec.v1.ListDeniedResponse
+	61, // [61:77] is the sub-list for method output_type
+	45, // [45:61] is the sub-list for method input_type
+	45, // [45:45] is the sub-list for extension type_name
+	45, // [45:45] is the sub-list for extension extendee
+	0,  // [0:45] is the sub-list for field type_name
 }
 
 func init() { file_opendsec_v1_sandbox_proto_init() }
@@ -2694,7 +3282,7 @@ func file_opendsec_v1_sandbox_proto_init() {
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_opendsec_v1_sandbox_proto_rawDesc), len(file_opendsec_v1_sandbox_proto_rawDesc)),
 			NumEnums:      3,
-			NumMessages:   37,
+			NumMessages:   46,
 			NumExtensions: 0,
 			NumServices:   1,
 		},

@@ -66,6 +66,12 @@ const (
 	EdgeSnapshotSandboxProcedure = "/edge.v1.Edge/SnapshotSandbox"
 	// EdgeDeleteImageProcedure is the fully-qualified name of the Edge's DeleteImage RPC.
 	EdgeDeleteImageProcedure = "/edge.v1.Edge/DeleteImage"
+	// EdgeUpdateNetworkProcedure is the fully-qualified name of the Edge's UpdateNetwork RPC.
+	EdgeUpdateNetworkProcedure = "/edge.v1.Edge/UpdateNetwork"
+	// EdgeExplainNetworkProcedure is the fully-qualified name of the Edge's ExplainNetwork RPC.
+	EdgeExplainNetworkProcedure = "/edge.v1.Edge/ExplainNetwork"
+	// EdgeListDeniedProcedure is the fully-qualified name of the Edge's ListDenied RPC.
+	EdgeListDeniedProcedure = "/edge.v1.Edge/ListDenied"
 	// EdgeFindLeaksProcedure is the fully-qualified name of the Edge's FindLeaks RPC.
 	EdgeFindLeaksProcedure = "/edge.v1.Edge/FindLeaks"
 )
@@ -107,6 +113,12 @@ type EdgeClient interface {
 	SnapshotSandbox(context.Context, *connect.Request[v1.SnapshotSandboxRequest]) (*connect.Response[v1.SnapshotSandboxResponse], error)
 	// DeleteImage removes content from the node's store once no sandbox uses it.
 	DeleteImage(context.Context, *connect.Request[v1.DeleteImageRequest]) (*connect.Response[v1.DeleteImageResponse], error)
+	// UpdateNetwork replaces a sandbox's network rules.
+	UpdateNetwork(context.Context, *connect.Request[v1.UpdateNetworkRequest]) (*connect.Response[v1.UpdateNetworkResponse], error)
+	// ExplainNetwork says whether a sandbox may reach something.
+	ExplainNetwork(context.Context, *connect.Request[v1.ExplainNetworkRequest]) (*connect.Response[v1.ExplainNetworkResponse], error)
+	// ListDenied returns what a sandbox was denied on the network.
+	ListDenied(context.Context, *connect.Request[v1.ListDeniedRequest]) (*connect.Response[v1.ListDeniedResponse], error)
 	// FindLeaks compares what should exist on the node with what does.
 	FindLeaks(context.Context, *connect.Request[v1.FindLeaksRequest]) (*connect.Response[v1.FindLeaksResponse], error)
 }
@@ -212,6 +224,24 @@ func NewEdgeClient(httpClient connect.HTTPClient, baseURL string, opts ...connec
 			connect.WithSchema(edgeMethods.ByName("DeleteImage")),
 			connect.WithClientOptions(opts...),
 		),
+		updateNetwork: connect.NewClient[v1.UpdateNetworkRequest, v1.UpdateNetworkResponse](
+			httpClient,
+			baseURL+EdgeUpdateNetworkProcedure,
+			connect.WithSchema(edgeMethods.ByName("UpdateNetwork")),
+			connect.WithClientOptions(opts...),
+		),
+		explainNetwork: connect.NewClient[v1.ExplainNetworkRequest, v1.ExplainNetworkResponse](
+			httpClient,
+			baseURL+EdgeExplainNetworkProcedure,
+			connect.WithSchema(edgeMethods.ByName("ExplainNetwork")),
+			connect.WithClientOptions(opts...),
+		),
+		listDenied: connect.NewClient[v1.ListDeniedRequest, v1.ListDeniedResponse](
+			httpClient,
+			baseURL+EdgeListDeniedProcedure,
+			connect.WithSchema(edgeMethods.ByName("ListDenied")),
+			connect.WithClientOptions(opts...),
+		),
 		findLeaks: connect.NewClient[v1.FindLeaksRequest, v1.FindLeaksResponse](
 			httpClient,
 			baseURL+EdgeFindLeaksProcedure,
@@ -238,6 +268,9 @@ type edgeClient struct {
 	forkSandbox     *connect.Client[v1.ForkSandboxRequest, v1.ForkSandboxResponse]
 	snapshotSandbox *connect.Client[v1.SnapshotSandboxRequest, v1.SnapshotSandboxResponse]
 	deleteImage     *connect.Client[v1.DeleteImageRequest, v1.DeleteImageResponse]
+	updateNetwork   *connect.Client[v1.UpdateNetworkRequest, v1.UpdateNetworkResponse]
+	explainNetwork  *connect.Client[v1.ExplainNetworkRequest, v1.ExplainNetworkResponse]
+	listDenied      *connect.Client[v1.ListDeniedRequest, v1.ListDeniedResponse]
 	findLeaks       *connect.Client[v1.FindLeaksRequest, v1.FindLeaksResponse]
 }
 
@@ -316,6 +349,21 @@ func (c *edgeClient) DeleteImage(ctx context.Context, req *connect.Request[v1.De
 	return c.deleteImage.CallUnary(ctx, req)
 }
 
+// UpdateNetwork calls edge.v1.Edge.UpdateNetwork.
+func (c *edgeClient) UpdateNetwork(ctx context.Context, req *connect.Request[v1.UpdateNetworkRequest]) (*connect.Response[v1.UpdateNetworkResponse], error) {
+	return c.updateNetwork.CallUnary(ctx, req)
+}
+
+// ExplainNetwork calls edge.v1.Edge.ExplainNetwork.
+func (c *edgeClient) ExplainNetwork(ctx context.Context, req *connect.Request[v1.ExplainNetworkRequest]) (*connect.Response[v1.ExplainNetworkResponse], error) {
+	return c.explainNetwork.CallUnary(ctx, req)
+}
+
+// ListDenied calls edge.v1.Edge.ListDenied.
+func (c *edgeClient) ListDenied(ctx context.Context, req *connect.Request[v1.ListDeniedRequest]) (*connect.Response[v1.ListDeniedResponse], error) {
+	return c.listDenied.CallUnary(ctx, req)
+}
+
 // FindLeaks calls edge.v1.Edge.FindLeaks.
 func (c *edgeClient) FindLeaks(ctx context.Context, req *connect.Request[v1.FindLeaksRequest]) (*connect.Response[v1.FindLeaksResponse], error) {
 	return c.findLeaks.CallUnary(ctx, req)
@@ -358,6 +406,12 @@ type EdgeHandler interface {
 	SnapshotSandbox(context.Context, *connect.Request[v1.SnapshotSandboxRequest]) (*connect.Response[v1.SnapshotSandboxResponse], error)
 	// DeleteImage removes content from the node's store once no sandbox uses it.
 	DeleteImage(context.Context, *connect.Request[v1.DeleteImageRequest]) (*connect.Response[v1.DeleteImageResponse], error)
+	// UpdateNetwork replaces a sandbox's network rules.
+	UpdateNetwork(context.Context, *connect.Request[v1.UpdateNetworkRequest]) (*connect.Response[v1.UpdateNetworkResponse], error)
+	// ExplainNetwork says whether a sandbox may reach something.
+	ExplainNetwork(context.Context, *connect.Request[v1.ExplainNetworkRequest]) (*connect.Response[v1.ExplainNetworkResponse], error)
+	// ListDenied returns what a sandbox was denied on the network.
+	ListDenied(context.Context, *connect.Request[v1.ListDeniedRequest]) (*connect.Response[v1.ListDeniedResponse], error)
 	// FindLeaks compares what should exist on the node with what does.
 	FindLeaks(context.Context, *connect.Request[v1.FindLeaksRequest]) (*connect.Response[v1.FindLeaksResponse], error)
 }
@@ -459,6 +513,24 @@ func NewEdgeHandler(svc EdgeHandler, opts ...connect.HandlerOption) (string, htt
 		connect.WithSchema(edgeMethods.ByName("DeleteImage")),
 		connect.WithHandlerOptions(opts...),
 	)
+	edgeUpdateNetworkHandler := connect.NewUnaryHandler(
+		EdgeUpdateNetworkProcedure,
+		svc.UpdateNetwork,
+		connect.WithSchema(edgeMethods.ByName("UpdateNetwork")),
+		connect.WithHandlerOptions(opts...),
+	)
+	edgeExplainNetworkHandler := connect.NewUnaryHandler(
+		EdgeExplainNetworkProcedure,
+		svc.ExplainNetwork,
+		connect.WithSchema(edgeMethods.ByName("ExplainNetwork")),
+		connect.WithHandlerOptions(opts...),
+	)
+	edgeListDeniedHandler := connect.NewUnaryHandler(
+		EdgeListDeniedProcedure,
+		svc.ListDenied,
+		connect.WithSchema(edgeMethods.ByName("ListDenied")),
+		connect.WithHandlerOptions(opts...),
+	)
 	edgeFindLeaksHandler := connect.NewUnaryHandler(
 		EdgeFindLeaksProcedure,
 		svc.FindLeaks,
@@ -497,6 +569,12 @@ func NewEdgeHandler(svc EdgeHandler, opts ...connect.HandlerOption) (string, htt
 			edgeSnapshotSandboxHandler.ServeHTTP(w, r)
 		case EdgeDeleteImageProcedure:
 			edgeDeleteImageHandler.ServeHTTP(w, r)
+		case EdgeUpdateNetworkProcedure:
+			edgeUpdateNetworkHandler.ServeHTTP(w, r)
+		case EdgeExplainNetworkProcedure:
+			edgeExplainNetworkHandler.ServeHTTP(w, r)
+		case EdgeListDeniedProcedure:
+			edgeListDeniedHandler.ServeHTTP(w, r)
 		case EdgeFindLeaksProcedure:
 			edgeFindLeaksHandler.ServeHTTP(w, r)
 		default:
@@ -566,6 +644,18 @@ func (UnimplementedEdgeHandler) SnapshotSandbox(context.Context, *connect.Reques
 
 func (UnimplementedEdgeHandler) DeleteImage(context.Context, *connect.Request[v1.DeleteImageRequest]) (*connect.Response[v1.DeleteImageResponse], error) {
 	return nil, connect.NewError(connect.CodeUnimplemented, errors.New("edge.v1.Edge.DeleteImage is not implemented"))
+}
+
+func (UnimplementedEdgeHandler) UpdateNetwork(context.Context, *connect.Request[v1.UpdateNetworkRequest]) (*connect.Response[v1.UpdateNetworkResponse], error) {
+	return nil, connect.NewError(connect.CodeUnimplemented, errors.New("edge.v1.Edge.UpdateNetwork is not implemented"))
+}
+
+func (UnimplementedEdgeHandler) ExplainNetwork(context.Context, *connect.Request[v1.ExplainNetworkRequest]) (*connect.Response[v1.ExplainNetworkResponse], error) {
+	return nil, connect.NewError(connect.CodeUnimplemented, errors.New("edge.v1.Edge.ExplainNetwork is not implemented"))
+}
+
+func (UnimplementedEdgeHandler) ListDenied(context.Context, *connect.Request[v1.ListDeniedRequest]) (*connect.Response[v1.ListDeniedResponse], error) {
+	return nil, connect.NewError(connect.CodeUnimplemented, errors.New("edge.v1.Edge.ListDenied is not implemented"))
 }
 
 func (UnimplementedEdgeHandler) FindLeaks(context.Context, *connect.Request[v1.FindLeaksRequest]) (*connect.Response[v1.FindLeaksResponse], error) {

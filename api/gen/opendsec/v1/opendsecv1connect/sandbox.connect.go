@@ -75,6 +75,15 @@ const (
 	SandboxServiceCreateSnapshotProcedure = "/opendsec.v1.SandboxService/CreateSnapshot"
 	// SandboxServicePackDiffProcedure is the fully-qualified name of the SandboxService's PackDiff RPC.
 	SandboxServicePackDiffProcedure = "/opendsec.v1.SandboxService/PackDiff"
+	// SandboxServiceUpdateNetworkProcedure is the fully-qualified name of the SandboxService's
+	// UpdateNetwork RPC.
+	SandboxServiceUpdateNetworkProcedure = "/opendsec.v1.SandboxService/UpdateNetwork"
+	// SandboxServiceExplainNetworkProcedure is the fully-qualified name of the SandboxService's
+	// ExplainNetwork RPC.
+	SandboxServiceExplainNetworkProcedure = "/opendsec.v1.SandboxService/ExplainNetwork"
+	// SandboxServiceListDeniedProcedure is the fully-qualified name of the SandboxService's ListDenied
+	// RPC.
+	SandboxServiceListDeniedProcedure = "/opendsec.v1.SandboxService/ListDenied"
 )
 
 // SandboxServiceClient is a client for the opendsec.v1.SandboxService service.
@@ -111,6 +120,15 @@ type SandboxServiceClient interface {
 	// PackDiff makes an image of a sandbox's image and the files that were
 	// changed since, for every backend.
 	PackDiff(context.Context, *connect.Request[v1.PackDiffRequest]) (*connect.Response[v1.PackDiffResponse], error)
+	// UpdateNetwork replaces a sandbox's network rules, also those of a paused one. When
+	// it answers the new rules are in force, and connections that they do not
+	// allow are cut.
+	UpdateNetwork(context.Context, *connect.Request[v1.UpdateNetworkRequest]) (*connect.Response[v1.UpdateNetworkResponse], error)
+	// ExplainNetwork says whether a sandbox may reach something, and why. The
+	// answer is that of the code which enforces it.
+	ExplainNetwork(context.Context, *connect.Request[v1.ExplainNetworkRequest]) (*connect.Response[v1.ExplainNetworkResponse], error)
+	// ListDenied returns what a sandbox was denied on the network lately.
+	ListDenied(context.Context, *connect.Request[v1.ListDeniedRequest]) (*connect.Response[v1.ListDeniedResponse], error)
 }
 
 // NewSandboxServiceClient constructs a client for the opendsec.v1.SandboxService service. By
@@ -202,6 +220,24 @@ func NewSandboxServiceClient(httpClient connect.HTTPClient, baseURL string, opts
 			connect.WithSchema(sandboxServiceMethods.ByName("PackDiff")),
 			connect.WithClientOptions(opts...),
 		),
+		updateNetwork: connect.NewClient[v1.UpdateNetworkRequest, v1.UpdateNetworkResponse](
+			httpClient,
+			baseURL+SandboxServiceUpdateNetworkProcedure,
+			connect.WithSchema(sandboxServiceMethods.ByName("UpdateNetwork")),
+			connect.WithClientOptions(opts...),
+		),
+		explainNetwork: connect.NewClient[v1.ExplainNetworkRequest, v1.ExplainNetworkResponse](
+			httpClient,
+			baseURL+SandboxServiceExplainNetworkProcedure,
+			connect.WithSchema(sandboxServiceMethods.ByName("ExplainNetwork")),
+			connect.WithClientOptions(opts...),
+		),
+		listDenied: connect.NewClient[v1.ListDeniedRequest, v1.ListDeniedResponse](
+			httpClient,
+			baseURL+SandboxServiceListDeniedProcedure,
+			connect.WithSchema(sandboxServiceMethods.ByName("ListDenied")),
+			connect.WithClientOptions(opts...),
+		),
 	}
 }
 
@@ -220,6 +256,9 @@ type sandboxServiceClient struct {
 	forkSandbox     *connect.Client[v1.ForkSandboxRequest, v1.ForkSandboxResponse]
 	createSnapshot  *connect.Client[v1.CreateSnapshotRequest, v1.CreateSnapshotResponse]
 	packDiff        *connect.Client[v1.PackDiffRequest, v1.PackDiffResponse]
+	updateNetwork   *connect.Client[v1.UpdateNetworkRequest, v1.UpdateNetworkResponse]
+	explainNetwork  *connect.Client[v1.ExplainNetworkRequest, v1.ExplainNetworkResponse]
+	listDenied      *connect.Client[v1.ListDeniedRequest, v1.ListDeniedResponse]
 }
 
 // CreateSandbox calls opendsec.v1.SandboxService.CreateSandbox.
@@ -287,6 +326,21 @@ func (c *sandboxServiceClient) PackDiff(ctx context.Context, req *connect.Reques
 	return c.packDiff.CallUnary(ctx, req)
 }
 
+// UpdateNetwork calls opendsec.v1.SandboxService.UpdateNetwork.
+func (c *sandboxServiceClient) UpdateNetwork(ctx context.Context, req *connect.Request[v1.UpdateNetworkRequest]) (*connect.Response[v1.UpdateNetworkResponse], error) {
+	return c.updateNetwork.CallUnary(ctx, req)
+}
+
+// ExplainNetwork calls opendsec.v1.SandboxService.ExplainNetwork.
+func (c *sandboxServiceClient) ExplainNetwork(ctx context.Context, req *connect.Request[v1.ExplainNetworkRequest]) (*connect.Response[v1.ExplainNetworkResponse], error) {
+	return c.explainNetwork.CallUnary(ctx, req)
+}
+
+// ListDenied calls opendsec.v1.SandboxService.ListDenied.
+func (c *sandboxServiceClient) ListDenied(ctx context.Context, req *connect.Request[v1.ListDeniedRequest]) (*connect.Response[v1.ListDeniedResponse], error) {
+	return c.listDenied.CallUnary(ctx, req)
+}
+
 // SandboxServiceHandler is an implementation of the opendsec.v1.SandboxService service.
 type SandboxServiceHandler interface {
 	// CreateSandbox makes a sandbox and answers when it can run commands.
@@ -321,6 +375,15 @@ type SandboxServiceHandler interface {
 	// PackDiff makes an image of a sandbox's image and the files that were
 	// changed since, for every backend.
 	PackDiff(context.Context, *connect.Request[v1.PackDiffRequest]) (*connect.Response[v1.PackDiffResponse], error)
+	// UpdateNetwork replaces a sandbox's network rules, also those of a paused one. When
+	// it answers the new rules are in force, and connections that they do not
+	// allow are cut.
+	UpdateNetwork(context.Context, *connect.Request[v1.UpdateNetworkRequest]) (*connect.Response[v1.UpdateNetworkResponse], error)
+	// ExplainNetwork says whether a sandbox may reach something, and why. The
+	// answer is that of the code which enforces it.
+	ExplainNetwork(context.Context, *connect.Request[v1.ExplainNetworkRequest]) (*connect.Response[v1.ExplainNetworkResponse], error)
+	// ListDenied returns what a sandbox was denied on the network lately.
+	ListDenied(context.Context, *connect.Request[v1.ListDeniedRequest]) (*connect.Response[v1.ListDeniedResponse], error)
 }
 
 // NewSandboxServiceHandler builds an HTTP handler from the service implementation. It returns the
@@ -408,6 +471,24 @@ func NewSandboxServiceHandler(svc SandboxServiceHandler, opts ...connect.Handler
 		connect.WithSchema(sandboxServiceMethods.ByName("PackDiff")),
 		connect.WithHandlerOptions(opts...),
 	)
+	sandboxServiceUpdateNetworkHandler := connect.NewUnaryHandler(
+		SandboxServiceUpdateNetworkProcedure,
+		svc.UpdateNetwork,
+		connect.WithSchema(sandboxServiceMethods.ByName("UpdateNetwork")),
+		connect.WithHandlerOptions(opts...),
+	)
+	sandboxServiceExplainNetworkHandler := connect.NewUnaryHandler(
+		SandboxServiceExplainNetworkProcedure,
+		svc.ExplainNetwork,
+		connect.WithSchema(sandboxServiceMethods.ByName("ExplainNetwork")),
+		connect.WithHandlerOptions(opts...),
+	)
+	sandboxServiceListDeniedHandler := connect.NewUnaryHandler(
+		SandboxServiceListDeniedProcedure,
+		svc.ListDenied,
+		connect.WithSchema(sandboxServiceMethods.ByName("ListDenied")),
+		connect.WithHandlerOptions(opts...),
+	)
 	return "/opendsec.v1.SandboxService/", http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		switch r.URL.Path {
 		case SandboxServiceCreateSandboxProcedure:
@@ -436,6 +517,12 @@ func NewSandboxServiceHandler(svc SandboxServiceHandler, opts ...connect.Handler
 			sandboxServiceCreateSnapshotHandler.ServeHTTP(w, r)
 		case SandboxServicePackDiffProcedure:
 			sandboxServicePackDiffHandler.ServeHTTP(w, r)
+		case SandboxServiceUpdateNetworkProcedure:
+			sandboxServiceUpdateNetworkHandler.ServeHTTP(w, r)
+		case SandboxServiceExplainNetworkProcedure:
+			sandboxServiceExplainNetworkHandler.ServeHTTP(w, r)
+		case SandboxServiceListDeniedProcedure:
+			sandboxServiceListDeniedHandler.ServeHTTP(w, r)
 		default:
 			http.NotFound(w, r)
 		}
@@ -495,4 +582,16 @@ func (UnimplementedSandboxServiceHandler) CreateSnapshot(context.Context, *conne
 
 func (UnimplementedSandboxServiceHandler) PackDiff(context.Context, *connect.Request[v1.PackDiffRequest]) (*connect.Response[v1.PackDiffResponse], error) {
 	return nil, connect.NewError(connect.CodeUnimplemented, errors.New("opendsec.v1.SandboxService.PackDiff is not implemented"))
+}
+
+func (UnimplementedSandboxServiceHandler) UpdateNetwork(context.Context, *connect.Request[v1.UpdateNetworkRequest]) (*connect.Response[v1.UpdateNetworkResponse], error) {
+	return nil, connect.NewError(connect.CodeUnimplemented, errors.New("opendsec.v1.SandboxService.UpdateNetwork is not implemented"))
+}
+
+func (UnimplementedSandboxServiceHandler) ExplainNetwork(context.Context, *connect.Request[v1.ExplainNetworkRequest]) (*connect.Response[v1.ExplainNetworkResponse], error) {
+	return nil, connect.NewError(connect.CodeUnimplemented, errors.New("opendsec.v1.SandboxService.ExplainNetwork is not implemented"))
+}
+
+func (UnimplementedSandboxServiceHandler) ListDenied(context.Context, *connect.Request[v1.ListDeniedRequest]) (*connect.Response[v1.ListDeniedResponse], error) {
+	return nil, connect.NewError(connect.CodeUnimplemented, errors.New("opendsec.v1.SandboxService.ListDenied is not implemented"))
 }

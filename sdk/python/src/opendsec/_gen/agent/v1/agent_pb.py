@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from protobuf.wkt.google.protobuf.timestamp_pb import Timestamp
 
 
-_HelloRequestFields: TypeAlias = Literal["token", "sandbox_id", "hostname", "env", "default_user", "default_workdir", "now", "entropy", "generation"]
+_HelloRequestFields: TypeAlias = Literal["token", "sandbox_id", "hostname", "env", "default_user", "default_workdir", "now", "entropy", "generation", "resolver"]
 
 class HelloRequest(Message[_HelloRequestFields]):
     """
@@ -86,9 +86,16 @@ class HelloRequest(Message[_HelloRequestFields]):
             ```proto
             string generation = 9;
             ```
+        resolver:
+            Address of the resolver, to be written to /etc/resolv.conf where that names
+            none outside of the machine; "" leaves the file alone.
+
+            ```proto
+            string resolver = 10;
+            ```
     """
 
-    __slots__ = ("token", "sandbox_id", "hostname", "env", "default_user", "default_workdir", "now", "entropy", "generation")
+    __slots__ = ("token", "sandbox_id", "hostname", "env", "default_user", "default_workdir", "now", "entropy", "generation", "resolver")
 
     if TYPE_CHECKING:
 
@@ -104,6 +111,7 @@ class HelloRequest(Message[_HelloRequestFields]):
             now: Timestamp | None = None,
             entropy: bytes = b"",
             generation: str = "",
+            resolver: str = "",
         ) -> None:
             pass
 
@@ -116,6 +124,7 @@ class HelloRequest(Message[_HelloRequestFields]):
         now: Timestamp | None
         entropy: bytes
         generation: str
+        resolver: str
 
 _HelloResponseFields: TypeAlias = Literal["version", "started"]
 
@@ -512,7 +521,7 @@ class SignalResponse(Message[_SignalResponseFields]):
 
 
 _DESC = file_desc(
-    b'\n\x14agent/v1/agent.proto\x12\x08agent.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto"\xfe\x02\n\x0cHelloRequest\x12\x14\n\x05token\x18\x01 \x01(\tR\x05token\x12\x1d\n\nsandbox_id\x18\x02 \x01(\tR\tsandboxId\x12\x1a\n\x08hostname\x18\x03 \x01(\tR\x08hostname\x121\n\x03env\x18\x04 \x03(\x0b2\x1f.agent.v1.HelloRequest.EnvEntryR\x03env\x12!\n\x0cdefault_user\x18\x05 \x01(\tR\x0bdefaultUser\x12\'\n\x0fdefault_workdir\x18\x06 \x01(\tR\x0edefaultWorkdir\x12,\n\x03now\x18\x07 \x01(\x0b2\x1a.google.protobuf.TimestampR\x03now\x12\x18\n\x07entropy\x18\x08 \x01(\x0cR\x07entropy\x12\x1e\n\ngeneration\x18\t \x01(\tR\ngeneration\x1a6\n\x08EnvEntry\x12\x10\n\x03key\x18\x01 \x01(\tR\x03key\x12\x14\n\x05value\x18\x02 \x01(\tR\x05value:\x028\x01"_\n\rHelloResponse\x12\x18\n\x07version\x18\x01 \x01(\tR\x07version\x124\n\x07started\x18\x02 \x01(\x0b2\x1a.google.protobuf.TimestampR\x07started"\x11\n\x0fActivityRequest"~\n\x10ActivityResponse\x12)\n\x10running_commands\x18\x01 \x01(\rR\x0frunningCommands\x12?\n\x0esince_last_end\x18\x02 \x01(\x0b2\x19.google.protobuf.DurationR\x0csinceLastEnd"\xa9\x01\n\rAttachRequest\x12\x12\n\x03pid\x18\x01 \x01(\rH\x00R\x03pid\x12\x12\n\x03tag\x18\x02 \x01(\tH\x00R\x03tag\x12#\n\rstdout_offset\x18\x03 \x01(\x04R\x0cstdoutOffset\x12#\n\rstderr_offset\x18\x04 \x01(\x04R\x0cstderrOffset\x12\x1b\n\tno_follow\x18\x05 \x01(\x08R\x08noFollowB\t\n\x07process"\xed\x03\n\x0eAttachResponse\x12<\n\x07started\x18\x01 \x01(\x0b2 .agent.v1.AttachResponse.StartedH\x00R\x07started\x129\n\x06stdout\x18\x02 \x01(\x0b2\x1f.agent.v1.AttachResponse.OutputH\x00R\x06stdout\x129\n\x06stderr\x18\x03 \x01(\x0b2\x1f.agent.v1.AttachResponse.OutputH\x00R\x06stderr\x120\n\x03end\x18\x04 \x01(\x0b2\x1c.agent.v1.AttachResponse.EndH\x00R\x03end\x1a]\n\x07Started\x12\x10\n\x03pid\x18\x01 \x01(\rR\x03pid\x12\x1f\n\x0bstdout_from\x18\x02 \x01(\x04R\nstdoutFrom\x12\x1f\n\x0bstderr_from\x18\x03 \x01(\x04R\nstderrFrom\x1a4\n\x06Output\x12\x16\n\x06offset\x18\x01 \x01(\x04R\x06offset\x12\x12\n\x04data\x18\x02 \x01(\x0cR\x04data\x1aW\n\x03End\x12\x1b\n\texit_code\x18\x01 \x01(\x11R\x08exitCode\x12\x16\n\x06signal\x18\x02 \x01(\rR\x06signal\x12\x1b\n\ttimed_out\x18\x03 \x01(\x08R\x08timedOutB\x07\n\x05event"p\n\rSignalRequest\x12\x12\n\x03pid\x18\x01 \x01(\rH\x00R\x03pid\x12\x12\n\x03tag\x18\x02 \x01(\tH\x00R\x03tag\x12\x16\n\x06signal\x18\x03 \x01(\rR\x06signal\x12\x14\n\x05group\x18\x04 \x01(\x08R\x05groupB\t\n\x07process"\x10\n\x0eSignalResponse2\x80\x02\n\x05Agent\x128\n\x05Hello\x12\x16.agent.v1.HelloRequest\x1a\x17.agent.v1.HelloResponse\x12A\n\x08Activity\x12\x19.agent.v1.ActivityRequest\x1a\x1a.agent.v1.ActivityResponse\x12=\n\x06Attach\x12\x17.agent.v1.AttachRequest\x1a\x18.agent.v1.AttachResponse0\x01\x12;\n\x06Signal\x12\x17.agent.v1.SignalRequest\x1a\x18.agent.v1.SignalResponseB7Z5github.com/kernflux/opendsec/api/gen/agent/v1;agentv1b\x06proto3',
+    b'\n\x14agent/v1/agent.proto\x12\x08agent.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto"\x9a\x03\n\x0cHelloRequest\x12\x14\n\x05token\x18\x01 \x01(\tR\x05token\x12\x1d\n\nsandbox_id\x18\x02 \x01(\tR\tsandboxId\x12\x1a\n\x08hostname\x18\x03 \x01(\tR\x08hostname\x121\n\x03env\x18\x04 \x03(\x0b2\x1f.agent.v1.HelloRequest.EnvEntryR\x03env\x12!\n\x0cdefault_user\x18\x05 \x01(\tR\x0bdefaultUser\x12\'\n\x0fdefault_workdir\x18\x06 \x01(\tR\x0edefaultWorkdir\x12,\n\x03now\x18\x07 \x01(\x0b2\x1a.google.protobuf.TimestampR\x03now\x12\x18\n\x07entropy\x18\x08 \x01(\x0cR\x07entropy\x12\x1e\n\ngeneration\x18\t \x01(\tR\ngeneration\x12\x1a\n\x08resolver\x18\n \x01(\tR\x08resolver\x1a6\n\x08EnvEntry\x12\x10\n\x03key\x18\x01 \x01(\tR\x03key\x12\x14\n\x05value\x18\x02 \x01(\tR\x05value:\x028\x01"_\n\rHelloResponse\x12\x18\n\x07version\x18\x01 \x01(\tR\x07version\x124\n\x07started\x18\x02 \x01(\x0b2\x1a.google.protobuf.TimestampR\x07started"\x11\n\x0fActivityRequest"~\n\x10ActivityResponse\x12)\n\x10running_commands\x18\x01 \x01(\rR\x0frunningCommands\x12?\n\x0esince_last_end\x18\x02 \x01(\x0b2\x19.google.protobuf.DurationR\x0csinceLastEnd"\xa9\x01\n\rAttachRequest\x12\x12\n\x03pid\x18\x01 \x01(\rH\x00R\x03pid\x12\x12\n\x03tag\x18\x02 \x01(\tH\x00R\x03tag\x12#\n\rstdout_offset\x18\x03 \x01(\x04R\x0cstdoutOffset\x12#\n\rstderr_offset\x18\x04 \x01(\x04R\x0cstderrOffset\x12\x1b\n\tno_follow\x18\x05 \x01(\x08R\x08noFollowB\t\n\x07process"\xed\x03\n\x0eAttachResponse\x12<\n\x07started\x18\x01 \x01(\x0b2 .agent.v1.AttachResponse.StartedH\x00R\x07started\x129\n\x06stdout\x18\x02 \x01(\x0b2\x1f.agent.v1.AttachResponse.OutputH\x00R\x06stdout\x129\n\x06stderr\x18\x03 \x01(\x0b2\x1f.agent.v1.AttachResponse.OutputH\x00R\x06stderr\x120\n\x03end\x18\x04 \x01(\x0b2\x1c.agent.v1.AttachResponse.EndH\x00R\x03end\x1a]\n\x07Started\x12\x10\n\x03pid\x18\x01 \x01(\rR\x03pid\x12\x1f\n\x0bstdout_from\x18\x02 \x01(\x04R\nstdoutFrom\x12\x1f\n\x0bstderr_from\x18\x03 \x01(\x04R\nstderrFrom\x1a4\n\x06Output\x12\x16\n\x06offset\x18\x01 \x01(\x04R\x06offset\x12\x12\n\x04data\x18\x02 \x01(\x0cR\x04data\x1aW\n\x03End\x12\x1b\n\texit_code\x18\x01 \x01(\x11R\x08exitCode\x12\x16\n\x06signal\x18\x02 \x01(\rR\x06signal\x12\x1b\n\ttimed_out\x18\x03 \x01(\x08R\x08timedOutB\x07\n\x05event"p\n\rSignalRequest\x12\x12\n\x03pid\x18\x01 \x01(\rH\x00R\x03pid\x12\x12\n\x03tag\x18\x02 \x01(\tH\x00R\x03tag\x12\x16\n\x06signal\x18\x03 \x01(\rR\x06signal\x12\x14\n\x05group\x18\x04 \x01(\x08R\x05groupB\t\n\x07process"\x10\n\x0eSignalResponse2\x80\x02\n\x05Agent\x128\n\x05Hello\x12\x16.agent.v1.HelloRequest\x1a\x17.agent.v1.HelloResponse\x12A\n\x08Activity\x12\x19.agent.v1.ActivityRequest\x1a\x1a.agent.v1.ActivityResponse\x12=\n\x06Attach\x12\x17.agent.v1.AttachRequest\x1a\x18.agent.v1.AttachResponse0\x01\x12;\n\x06Signal\x12\x17.agent.v1.SignalRequest\x1a\x18.agent.v1.SignalResponseB7Z5github.com/kernflux/opendsec/api/gen/agent/v1;agentv1b\x06proto3',
     [
         duration_pb.desc(),
         timestamp_pb.desc(),

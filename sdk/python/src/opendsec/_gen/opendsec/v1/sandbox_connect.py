@@ -16,7 +16,7 @@ from connectrpc.server import ConnectASGIApplication, ConnectWSGIApplication, DE
 from protobuf import DescService
 
 from . import sandbox_pb
-from .sandbox_pb import CreateSandboxRequest, CreateSandboxResponse, CreateSandboxesRequest, CreateSandboxesResponse, CreateSnapshotRequest, CreateSnapshotResponse, ForkSandboxRequest, ForkSandboxResponse, GetMetricsRequest, GetMetricsResponse, GetSandboxRequest, GetSandboxResponse, ListSandboxesRequest, ListSandboxesResponse, PackDiffRequest, PackDiffResponse, PauseSandboxRequest, PauseSandboxResponse, RefreshSandboxRequest, RefreshSandboxResponse, ResumeSandboxRequest, ResumeSandboxResponse, SetTTLRequest, SetTTLResponse, StopSandboxRequest, StopSandboxResponse
+from .sandbox_pb import CreateSandboxRequest, CreateSandboxResponse, CreateSandboxesRequest, CreateSandboxesResponse, CreateSnapshotRequest, CreateSnapshotResponse, ExplainNetworkRequest, ExplainNetworkResponse, ForkSandboxRequest, ForkSandboxResponse, GetMetricsRequest, GetMetricsResponse, GetSandboxRequest, GetSandboxResponse, ListDeniedRequest, ListDeniedResponse, ListSandboxesRequest, ListSandboxesResponse, PackDiffRequest, PackDiffResponse, PauseSandboxRequest, PauseSandboxResponse, RefreshSandboxRequest, RefreshSandboxResponse, ResumeSandboxRequest, ResumeSandboxResponse, SetTTLRequest, SetTTLResponse, StopSandboxRequest, StopSandboxResponse, UpdateNetworkRequest, UpdateNetworkResponse
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Iterable, Mapping
@@ -113,6 +113,27 @@ class SandboxService(Protocol):
         """
         PackDiff makes an image of a sandbox's image and the files that were
         changed since, for every backend.
+        """
+        raise ConnectError(Code.UNIMPLEMENTED, 'Not implemented')
+
+    async def update_network(self, request: UpdateNetworkRequest, ctx: RequestContext[UpdateNetworkRequest, UpdateNetworkResponse], /) -> UpdateNetworkResponse:
+        """
+        UpdateNetwork replaces a sandbox's network rules, also those of a paused one. When
+        it answers the new rules are in force, and connections that they do not
+        allow are cut.
+        """
+        raise ConnectError(Code.UNIMPLEMENTED, 'Not implemented')
+
+    async def explain_network(self, request: ExplainNetworkRequest, ctx: RequestContext[ExplainNetworkRequest, ExplainNetworkResponse], /) -> ExplainNetworkResponse:
+        """
+        ExplainNetwork says whether a sandbox may reach something, and why. The
+        answer is that of the code which enforces it.
+        """
+        raise ConnectError(Code.UNIMPLEMENTED, 'Not implemented')
+
+    async def list_denied(self, request: ListDeniedRequest, ctx: RequestContext[ListDeniedRequest, ListDeniedResponse], /) -> ListDeniedResponse:
+        """
+        ListDenied returns what a sandbox was denied on the network lately.
         """
         raise ConnectError(Code.UNIMPLEMENTED, 'Not implemented')
 
@@ -263,6 +284,36 @@ class SandboxServiceASGIApplication(ConnectASGIApplication[SandboxService]):
                         idempotency_level=IdempotencyLevel.UNKNOWN,
                     ),
                     function=svc.pack_diff,
+                ),
+                "/opendsec.v1.SandboxService/UpdateNetwork": Endpoint.unary(
+                    method=MethodInfo(
+                        name="UpdateNetwork",
+                        service_name="opendsec.v1.SandboxService",
+                        input=UpdateNetworkRequest,
+                        output=UpdateNetworkResponse,
+                        idempotency_level=IdempotencyLevel.UNKNOWN,
+                    ),
+                    function=svc.update_network,
+                ),
+                "/opendsec.v1.SandboxService/ExplainNetwork": Endpoint.unary(
+                    method=MethodInfo(
+                        name="ExplainNetwork",
+                        service_name="opendsec.v1.SandboxService",
+                        input=ExplainNetworkRequest,
+                        output=ExplainNetworkResponse,
+                        idempotency_level=IdempotencyLevel.UNKNOWN,
+                    ),
+                    function=svc.explain_network,
+                ),
+                "/opendsec.v1.SandboxService/ListDenied": Endpoint.unary(
+                    method=MethodInfo(
+                        name="ListDenied",
+                        service_name="opendsec.v1.SandboxService",
+                        input=ListDeniedRequest,
+                        output=ListDeniedResponse,
+                        idempotency_level=IdempotencyLevel.UNKNOWN,
+                    ),
+                    function=svc.list_denied,
                 ),
             },
             interceptors=interceptors,
@@ -587,6 +638,78 @@ class SandboxServiceClient(ConnectClient):
             timeout_ms=timeout_ms,
         )
 
+    async def update_network(
+        self,
+        request: UpdateNetworkRequest,
+        *,
+        headers: Headers | Mapping[str, str] | None = None, 
+        timeout_ms: int | None = None,
+    ) -> UpdateNetworkResponse:
+        """
+        UpdateNetwork replaces a sandbox's network rules, also those of a paused one. When
+        it answers the new rules are in force, and connections that they do not
+        allow are cut.
+        """
+        return await self.execute_unary(
+            request=request,
+            method=MethodInfo(
+                name="UpdateNetwork",
+                service_name="opendsec.v1.SandboxService",
+                input=UpdateNetworkRequest,
+                output=UpdateNetworkResponse,
+                idempotency_level=IdempotencyLevel.UNKNOWN,
+            ),
+            headers=headers,
+            timeout_ms=timeout_ms,
+        )
+
+    async def explain_network(
+        self,
+        request: ExplainNetworkRequest,
+        *,
+        headers: Headers | Mapping[str, str] | None = None, 
+        timeout_ms: int | None = None,
+    ) -> ExplainNetworkResponse:
+        """
+        ExplainNetwork says whether a sandbox may reach something, and why. The
+        answer is that of the code which enforces it.
+        """
+        return await self.execute_unary(
+            request=request,
+            method=MethodInfo(
+                name="ExplainNetwork",
+                service_name="opendsec.v1.SandboxService",
+                input=ExplainNetworkRequest,
+                output=ExplainNetworkResponse,
+                idempotency_level=IdempotencyLevel.UNKNOWN,
+            ),
+            headers=headers,
+            timeout_ms=timeout_ms,
+        )
+
+    async def list_denied(
+        self,
+        request: ListDeniedRequest,
+        *,
+        headers: Headers | Mapping[str, str] | None = None, 
+        timeout_ms: int | None = None,
+    ) -> ListDeniedResponse:
+        """
+        ListDenied returns what a sandbox was denied on the network lately.
+        """
+        return await self.execute_unary(
+            request=request,
+            method=MethodInfo(
+                name="ListDenied",
+                service_name="opendsec.v1.SandboxService",
+                input=ListDeniedRequest,
+                output=ListDeniedResponse,
+                idempotency_level=IdempotencyLevel.UNKNOWN,
+            ),
+            headers=headers,
+            timeout_ms=timeout_ms,
+        )
+
 class SandboxServiceSync(Protocol):
     """
     SandboxService makes, finds and ends sandboxes. A call without a right in
@@ -673,6 +796,27 @@ class SandboxServiceSync(Protocol):
         """
         PackDiff makes an image of a sandbox's image and the files that were
         changed since, for every backend.
+        """
+        raise ConnectError(Code.UNIMPLEMENTED, 'Not implemented')
+
+    def update_network(self, request: UpdateNetworkRequest, ctx: RequestContext[UpdateNetworkRequest, UpdateNetworkResponse], /) -> UpdateNetworkResponse:
+        """
+        UpdateNetwork replaces a sandbox's network rules, also those of a paused one. When
+        it answers the new rules are in force, and connections that they do not
+        allow are cut.
+        """
+        raise ConnectError(Code.UNIMPLEMENTED, 'Not implemented')
+
+    def explain_network(self, request: ExplainNetworkRequest, ctx: RequestContext[ExplainNetworkRequest, ExplainNetworkResponse], /) -> ExplainNetworkResponse:
+        """
+        ExplainNetwork says whether a sandbox may reach something, and why. The
+        answer is that of the code which enforces it.
+        """
+        raise ConnectError(Code.UNIMPLEMENTED, 'Not implemented')
+
+    def list_denied(self, request: ListDeniedRequest, ctx: RequestContext[ListDeniedRequest, ListDeniedResponse], /) -> ListDeniedResponse:
+        """
+        ListDenied returns what a sandbox was denied on the network lately.
         """
         raise ConnectError(Code.UNIMPLEMENTED, 'Not implemented')
 
@@ -821,6 +965,36 @@ class SandboxServiceWSGIApplication(ConnectWSGIApplication):
                         idempotency_level=IdempotencyLevel.UNKNOWN,
                     ),
                     function=service.pack_diff,
+                ),
+                "/opendsec.v1.SandboxService/UpdateNetwork": EndpointSync.unary(
+                    method=MethodInfo(
+                        name="UpdateNetwork",
+                        service_name="opendsec.v1.SandboxService",
+                        input=UpdateNetworkRequest,
+                        output=UpdateNetworkResponse,
+                        idempotency_level=IdempotencyLevel.UNKNOWN,
+                    ),
+                    function=service.update_network,
+                ),
+                "/opendsec.v1.SandboxService/ExplainNetwork": EndpointSync.unary(
+                    method=MethodInfo(
+                        name="ExplainNetwork",
+                        service_name="opendsec.v1.SandboxService",
+                        input=ExplainNetworkRequest,
+                        output=ExplainNetworkResponse,
+                        idempotency_level=IdempotencyLevel.UNKNOWN,
+                    ),
+                    function=service.explain_network,
+                ),
+                "/opendsec.v1.SandboxService/ListDenied": EndpointSync.unary(
+                    method=MethodInfo(
+                        name="ListDenied",
+                        service_name="opendsec.v1.SandboxService",
+                        input=ListDeniedRequest,
+                        output=ListDeniedResponse,
+                        idempotency_level=IdempotencyLevel.UNKNOWN,
+                    ),
+                    function=service.list_denied,
                 ),
             },
             interceptors=interceptors,
@@ -1127,6 +1301,75 @@ class SandboxServiceClientSync(ConnectClientSync):
                 service_name="opendsec.v1.SandboxService",
                 input=PackDiffRequest,
                 output=PackDiffResponse,
+                idempotency_level=IdempotencyLevel.UNKNOWN,
+            ),
+            headers=headers,
+            timeout_ms=timeout_ms,
+        )
+    def update_network(
+        self,
+        request: UpdateNetworkRequest,
+        *,
+        headers: Headers | Mapping[str, str] | None = None, 
+        timeout_ms: int | None = None,
+    ) -> UpdateNetworkResponse:
+        """
+        UpdateNetwork replaces a sandbox's network rules, also those of a paused one. When
+        it answers the new rules are in force, and connections that they do not
+        allow are cut.
+        """
+        return self.execute_unary(
+            request=request,
+            method=MethodInfo(
+                name="UpdateNetwork",
+                service_name="opendsec.v1.SandboxService",
+                input=UpdateNetworkRequest,
+                output=UpdateNetworkResponse,
+                idempotency_level=IdempotencyLevel.UNKNOWN,
+            ),
+            headers=headers,
+            timeout_ms=timeout_ms,
+        )
+    def explain_network(
+        self,
+        request: ExplainNetworkRequest,
+        *,
+        headers: Headers | Mapping[str, str] | None = None, 
+        timeout_ms: int | None = None,
+    ) -> ExplainNetworkResponse:
+        """
+        ExplainNetwork says whether a sandbox may reach something, and why. The
+        answer is that of the code which enforces it.
+        """
+        return self.execute_unary(
+            request=request,
+            method=MethodInfo(
+                name="ExplainNetwork",
+                service_name="opendsec.v1.SandboxService",
+                input=ExplainNetworkRequest,
+                output=ExplainNetworkResponse,
+                idempotency_level=IdempotencyLevel.UNKNOWN,
+            ),
+            headers=headers,
+            timeout_ms=timeout_ms,
+        )
+    def list_denied(
+        self,
+        request: ListDeniedRequest,
+        *,
+        headers: Headers | Mapping[str, str] | None = None, 
+        timeout_ms: int | None = None,
+    ) -> ListDeniedResponse:
+        """
+        ListDenied returns what a sandbox was denied on the network lately.
+        """
+        return self.execute_unary(
+            request=request,
+            method=MethodInfo(
+                name="ListDenied",
+                service_name="opendsec.v1.SandboxService",
+                input=ListDeniedRequest,
+                output=ListDeniedResponse,
                 idempotency_level=IdempotencyLevel.UNKNOWN,
             ),
             headers=headers,

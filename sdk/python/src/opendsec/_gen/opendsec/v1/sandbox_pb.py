@@ -131,7 +131,7 @@ class SandboxSpec(Message[_SandboxSpecFields]):
         network_rules:
             What outbound traffic is allowed, by preset ("pypi"), domain, CIDR, each
             with an optional port ("github.com:443"), or "*"; false denies. Empty means
-            that nothing is. See Sandbox.warnings for what this version opens.
+            that nothing is. docs/concepts/network.md has the rules of precedence.
 
             ```proto
             map<string, bool> network_rules = 16;
@@ -1394,7 +1394,372 @@ class PackDiffResponse(Message[_PackDiffResponseFields]):
 
         image: Image | None
 
-_MetricsFields: TypeAlias = Literal["time", "cpu_time", "cpu_cores_limit", "memory_bytes", "memory_limit_bytes", "disk_bytes", "disk_limit_bytes", "pids", "shared_memory_bytes"]
+_UpdateNetworkRequestFields: TypeAlias = Literal["id", "network_rules"]
+
+class UpdateNetworkRequest(Message[_UpdateNetworkRequestFields]):
+    """
+    UpdateNetworkRequest replaces network rules.
+
+    ```proto
+    message opendsec.v1.UpdateNetworkRequest
+    ```
+
+    Attributes:
+        id:
+            The sandbox's id.
+
+            ```proto
+            string id = 1;
+            ```
+        network_rules:
+            All of the new rules, as in SandboxSpec.
+
+            ```proto
+            map<string, bool> network_rules = 2;
+            ```
+    """
+
+    __slots__ = ("id", "network_rules")
+
+    if TYPE_CHECKING:
+
+        def __init__(
+            self,
+            *,
+            id: str = "",
+            network_rules: dict[str, bool] | None = None,
+        ) -> None:
+            pass
+
+        id: str
+        network_rules: dict[str, bool]
+
+_UpdateNetworkResponseFields: TypeAlias = Literal["sandbox"]
+
+class UpdateNetworkResponse(Message[_UpdateNetworkResponseFields]):
+    """
+    UpdateNetworkResponse holds the changed sandbox.
+
+    ```proto
+    message opendsec.v1.UpdateNetworkResponse
+    ```
+
+    Attributes:
+        sandbox:
+            The sandbox.
+
+            ```proto
+            optional opendsec.v1.Sandbox sandbox = 1;
+            ```
+    """
+
+    __slots__ = ("sandbox",)
+
+    if TYPE_CHECKING:
+
+        def __init__(
+            self,
+            *,
+            sandbox: Sandbox | None = None,
+        ) -> None:
+            pass
+
+        sandbox: Sandbox | None
+
+_ExplainNetworkRequestFields: TypeAlias = Literal["id", "target"]
+
+class ExplainNetworkRequest(Message[_ExplainNetworkRequestFields]):
+    """
+    ExplainNetworkRequest asks whether something may be reached.
+
+    ```proto
+    message opendsec.v1.ExplainNetworkRequest
+    ```
+
+    Attributes:
+        id:
+            The sandbox's id.
+
+            ```proto
+            string id = 1;
+            ```
+        target:
+            "HOST", "HOST:PORT" or "HOST:PORT/PROTO"; HOST is a name or an address, one
+            of IPv6 in brackets if a port follows. TCP is the default.
+
+            ```proto
+            string target = 2;
+            ```
+    """
+
+    __slots__ = ("id", "target")
+
+    if TYPE_CHECKING:
+
+        def __init__(
+            self,
+            *,
+            id: str = "",
+            target: str = "",
+        ) -> None:
+            pass
+
+        id: str
+        target: str
+
+_ExplainNetworkResponseFields: TypeAlias = Literal["decision"]
+
+class ExplainNetworkResponse(Message[_ExplainNetworkResponseFields]):
+    """
+    ExplainNetworkResponse is the answer.
+
+    ```proto
+    message opendsec.v1.ExplainNetworkResponse
+    ```
+
+    Attributes:
+        decision:
+            The answer.
+
+            ```proto
+            optional opendsec.v1.NetworkDecision decision = 1;
+            ```
+    """
+
+    __slots__ = ("decision",)
+
+    if TYPE_CHECKING:
+
+        def __init__(
+            self,
+            *,
+            decision: NetworkDecision | None = None,
+        ) -> None:
+            pass
+
+        decision: NetworkDecision | None
+
+_NetworkDecisionFields: TypeAlias = Literal["allow", "rule", "why"]
+
+class NetworkDecision(Message[_NetworkDecisionFields]):
+    """
+    NetworkDecision says whether something may be reached.
+
+    ```proto
+    message opendsec.v1.NetworkDecision
+    ```
+
+    Attributes:
+        allow:
+            Whether it may.
+
+            ```proto
+            bool allow = 1;
+            ```
+        rule:
+            The rule that decided, as it was written; "" when none did.
+
+            ```proto
+            string rule = 2;
+            ```
+        why:
+            A sentence for a person.
+
+            ```proto
+            string why = 3;
+            ```
+    """
+
+    __slots__ = ("allow", "rule", "why")
+
+    if TYPE_CHECKING:
+
+        def __init__(
+            self,
+            *,
+            allow: bool = False,
+            rule: str = "",
+            why: str = "",
+        ) -> None:
+            pass
+
+        allow: bool
+        rule: str
+        why: str
+
+_ListDeniedRequestFields: TypeAlias = Literal["id"]
+
+class ListDeniedRequest(Message[_ListDeniedRequestFields]):
+    """
+    ListDeniedRequest asks what a sandbox was denied.
+
+    ```proto
+    message opendsec.v1.ListDeniedRequest
+    ```
+
+    Attributes:
+        id:
+            The sandbox's id.
+
+            ```proto
+            string id = 1;
+            ```
+    """
+
+    __slots__ = ("id",)
+
+    if TYPE_CHECKING:
+
+        def __init__(
+            self,
+            *,
+            id: str = "",
+        ) -> None:
+            pass
+
+        id: str
+
+_ListDeniedResponseFields: TypeAlias = Literal["denials", "total"]
+
+class ListDeniedResponse(Message[_ListDeniedResponseFields]):
+    """
+    ListDeniedResponse holds it.
+
+    ```proto
+    message opendsec.v1.ListDeniedResponse
+    ```
+
+    Attributes:
+        denials:
+            The newest, the oldest of them first. Those of before the node's edge was
+            started last are forgotten.
+
+            ```proto
+            repeated opendsec.v1.Denial denials = 1;
+            ```
+        total:
+            How many there were in all.
+
+            ```proto
+            uint64 total = 2;
+            ```
+    """
+
+    __slots__ = ("denials", "total")
+
+    if TYPE_CHECKING:
+
+        def __init__(
+            self,
+            *,
+            denials: list[Denial] | None = None,
+            total: int = 0,
+        ) -> None:
+            pass
+
+        denials: list[Denial]
+        total: int
+
+_DenialFields: TypeAlias = Literal["time", "count", "kind", "name", "address", "port", "protocol", "rule", "why"]
+
+class Denial(Message[_DenialFields]):
+    """
+    Denial is something that a sandbox was denied.
+
+    ```proto
+    message opendsec.v1.Denial
+    ```
+
+    Attributes:
+        time:
+            The last time.
+
+            ```proto
+            optional google.protobuf.Timestamp time = 1;
+            ```
+        count:
+            How often, one time after another.
+
+            ```proto
+            int64 count = 2;
+            ```
+        kind:
+            "name" (not resolved), "answer" (an address or alias that a name led to),
+            "query" (over the limits of DNS), "address" (a connection or datagram),
+            "host" (a connection by name that asked for another one), "limit" (over the
+            limits of flows), "change" (an open flow, by a change of the rules).
+
+            ```proto
+            string kind = 3;
+            ```
+        name:
+            The name, "" for none.
+
+            ```proto
+            string name = 4;
+            ```
+        address:
+            The address, "" for none.
+
+            ```proto
+            string address = 5;
+            ```
+        port:
+            The port, 0 for none.
+
+            ```proto
+            uint32 port = 6;
+            ```
+        protocol:
+            "tcp", "udp" or "".
+
+            ```proto
+            string protocol = 7;
+            ```
+        rule:
+            The rule that decided, "" when none did.
+
+            ```proto
+            string rule = 8;
+            ```
+        why:
+            A sentence for a person.
+
+            ```proto
+            string why = 9;
+            ```
+    """
+
+    __slots__ = ("time", "count", "kind", "name", "address", "port", "protocol", "rule", "why")
+
+    if TYPE_CHECKING:
+
+        def __init__(
+            self,
+            *,
+            time: Timestamp | None = None,
+            count: int = 0,
+            kind: str = "",
+            name: str = "",
+            address: str = "",
+            port: int = 0,
+            protocol: str = "",
+            rule: str = "",
+            why: str = "",
+        ) -> None:
+            pass
+
+        time: Timestamp | None
+        count: int
+        kind: str
+        name: str
+        address: str
+        port: int
+        protocol: str
+        rule: str
+        why: str
+
+_MetricsFields: TypeAlias = Literal["time", "cpu_time", "cpu_cores_limit", "memory_bytes", "memory_limit_bytes", "disk_bytes", "disk_limit_bytes", "pids", "network_sent_bytes", "network_received_bytes", "network_flows", "network_denied", "shared_memory_bytes"]
 
 class Metrics(Message[_MetricsFields]):
     """
@@ -1454,17 +1819,41 @@ class Metrics(Message[_MetricsFields]):
             ```proto
             int64 pids = 8;
             ```
+        network_sent_bytes:
+            Bytes that it sent to the outside, since its machine was started or the edge was.
+
+            ```proto
+            uint64 network_sent_bytes = 9;
+            ```
+        network_received_bytes:
+            Bytes that it received from there.
+
+            ```proto
+            uint64 network_received_bytes = 10;
+            ```
+        network_flows:
+            Connections and UDP flows to the outside that are open.
+
+            ```proto
+            int64 network_flows = 11;
+            ```
+        network_denied:
+            What it was denied on the network; see ListDenied.
+
+            ```proto
+            uint64 network_denied = 12;
+            ```
         shared_memory_bytes:
             Memory in bytes that it has in common with others made of the same state:
             its source, forks, starts of one snapshot. Not in memory_bytes; what it
             writes to becomes its own.
 
             ```proto
-            int64 shared_memory_bytes = 9;
+            int64 shared_memory_bytes = 13;
             ```
     """
 
-    __slots__ = ("time", "cpu_time", "cpu_cores_limit", "memory_bytes", "memory_limit_bytes", "disk_bytes", "disk_limit_bytes", "pids", "shared_memory_bytes")
+    __slots__ = ("time", "cpu_time", "cpu_cores_limit", "memory_bytes", "memory_limit_bytes", "disk_bytes", "disk_limit_bytes", "pids", "network_sent_bytes", "network_received_bytes", "network_flows", "network_denied", "shared_memory_bytes")
 
     if TYPE_CHECKING:
 
@@ -1479,6 +1868,10 @@ class Metrics(Message[_MetricsFields]):
             disk_bytes: int = 0,
             disk_limit_bytes: int = 0,
             pids: int = 0,
+            network_sent_bytes: int = 0,
+            network_received_bytes: int = 0,
+            network_flows: int = 0,
+            network_denied: int = 0,
             shared_memory_bytes: int = 0,
         ) -> None:
             pass
@@ -1491,6 +1884,10 @@ class Metrics(Message[_MetricsFields]):
         disk_bytes: int
         disk_limit_bytes: int
         pids: int
+        network_sent_bytes: int
+        network_received_bytes: int
+        network_flows: int
+        network_denied: int
         shared_memory_bytes: int
 
 _ErrorInfoFields: TypeAlias = Literal["kind", "field", "domain", "request_id", "retryable", "state", "backends", "end", "message"]
@@ -1739,7 +2136,7 @@ class OnIdle(Enum):
 
 
 _DESC = file_desc(
-    b'\n\x19opendsec/v1/sandbox.proto\x12\x0bopendsec.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x17opendsec/v1/image.proto"\xe5\x07\n\x0bSandboxSpec\x12\x14\n\x05image\x18\x01 \x01(\tR\x05image\x12\x18\n\x07backend\x18\x02 \x01(\tR\x07backend\x12&\n\x0fcpu_cores_limit\x18\x03 \x01(\x01R\rcpuCoresLimit\x12&\n\x0fmemory_limit_mb\x18\x04 \x01(\x03R\rmemoryLimitMb\x12"\n\rdisk_limit_mb\x18\x05 \x01(\x03R\x0bdiskLimitMb\x12\x1d\n\npids_limit\x18\x06 \x01(\x03R\tpidsLimit\x12C\n\x10ttl_running_stop\x18\x07 \x01(\x0b2\x19.google.protobuf.DurationR\x0ettlRunningStop\x12<\n\x0cttl_lifetime\x18\x08 \x01(\x0b2\x19.google.protobuf.DurationR\x0bttlLifetime\x12,\n\x07on_idle\x18\t \x01(\x0e2\x13.opendsec.v1.OnIdleR\x06onIdle\x123\n\x03env\x18\n \x03(\x0b2!.opendsec.v1.SandboxSpec.EnvEntryR\x03env\x12\x18\n\x07workdir\x18\x0b \x01(\tR\x07workdir\x12\x12\n\x04user\x18\x0c \x01(\tR\x04user\x12\x1a\n\x08hostname\x18\r \x01(\tR\x08hostname\x12<\n\x06labels\x18\x0e \x03(\x0b2$.opendsec.v1.SandboxSpec.LabelsEntryR\x06labels\x12B\n\x08metadata\x18\x0f \x03(\x0b2&.opendsec.v1.SandboxSpec.MetadataEntryR\x08metadata\x12O\n\rnetwork_rules\x18\x10 \x03(\x0b2*.opendsec.v1.SandboxSpec.NetworkRulesEntryR\x0cnetworkRules\x12\x1f\n\x0bauto_resume\x18\x11 \x01(\x08R\nautoResume\x1a6\n\x08EnvEntry\x12\x10\n\x03key\x18\x01 \x01(\tR\x03key\x12\x14\n\x05value\x18\x02 \x01(\tR\x05value:\x028\x01\x1a9\n\x0bLabelsEntry\x12\x10\n\x03key\x18\x01 \x01(\tR\x03key\x12\x14\n\x05value\x18\x02 \x01(\tR\x05value:\x028\x01\x1a;\n\rMetadataEntry\x12\x10\n\x03key\x18\x01 \x01(\tR\x03key\x12\x14\n\x05value\x18\x02 \x01(\tR\x05value:\x028\x01\x1a?\n\x11NetworkRulesEntry\x12\x10\n\x03key\x18\x01 \x01(\tR\x03key\x12\x14\n\x05value\x18\x02 \x01(\x08R\x05value:\x028\x01"\x92\x01\n\x03End\x12\x16\n\x06reason\x18\x01 \x01(\tR\x06reason\x12+\n\x06domain\x18\x02 \x01(\x0e2\x13.opendsec.v1.DomainR\x06domain\x12\x16\n\x06detail\x18\x03 \x01(\tR\x06detail\x12.\n\x04time\x18\x04 \x01(\x0b2\x1a.google.protobuf.TimestampR\x04time"\xe1\x03\n\x07Sandbox\x12\x0e\n\x02id\x18\x01 \x01(\tR\x02id\x12\x18\n\x07project\x18\x02 \x01(\tR\x07project\x12,\n\x04spec\x18\x03 \x01(\x0b2\x18.opendsec.v1.SandboxSpecR\x04spec\x12(\n\x05state\x18\x04 \x01(\x0e2\x12.opendsec.v1.StateR\x05state\x129\n\ncreated_at\x18\x05 \x01(\x0b2\x1a.google.protobuf.TimestampR\tcreatedAt\x129\n\nstarted_at\x18\x06 \x01(\x0b2\x1a.google.protobuf.TimestampR\tstartedAt\x12"\n\x03end\x18\x07 \x01(\x0b2\x10.opendsec.v1.EndR\x03end\x12\x12\n\x04node\x18\x08 \x01(\tR\x04node\x12!\n\x0cimage_digest\x18\t \x01(\tR\x0bimageDigest\x12\x16\n\x06caller\x18\n \x01(\tR\x06caller\x12\x1a\n\x08warnings\x18\x0b \x03(\tR\x08warnings\x12\x16\n\x06parent\x18\x0c \x01(\tR\x06parent\x127\n\tpaused_at\x18\r \x01(\x0b2\x1a.google.protobuf.TimestampR\x08pausedAt"\x87\x01\n\x14CreateSandboxRequest\x12\x18\n\x07project\x18\x01 \x01(\tR\x07project\x12,\n\x04spec\x18\x02 \x01(\x0b2\x18.opendsec.v1.SandboxSpecR\x04spec\x12\'\n\x0fidempotency_key\x18\x03 \x01(\tR\x0eidempotencyKey"G\n\x15CreateSandboxResponse\x12.\n\x07sandbox\x18\x01 \x01(\x0b2\x14.opendsec.v1.SandboxR\x07sandbox"\xbf\x01\n\x16CreateSandboxesRequest\x12\x18\n\x07project\x18\x01 \x01(\tR\x07project\x12,\n\x04spec\x18\x02 \x01(\x0b2\x18.opendsec.v1.SandboxSpecR\x04spec\x12\x14\n\x05count\x18\x03 \x01(\rR\x05count\x12\x1e\n\x0ball_or_none\x18\x04 \x01(\x08R\tallOrNone\x12\'\n\x0fidempotency_key\x18\x05 \x01(\tR\x0eidempotencyKey"N\n\x17CreateSandboxesResponse\x123\n\x07results\x18\x01 \x03(\x0b2\x19.opendsec.v1.CreateResultR\x07results"z\n\x0cCreateResult\x120\n\x07sandbox\x18\x01 \x01(\x0b2\x14.opendsec.v1.SandboxH\x00R\x07sandbox\x12.\n\x05error\x18\x02 \x01(\x0b2\x16.opendsec.v1.ErrorInfoH\x00R\x05errorB\x08\n\x06result"#\n\x11GetSandboxRequest\x12\x0e\n\x02id\x18\x01 \x01(\tR\x02id"D\n\x12GetSandboxResponse\x12.\n\x07sandbox\x18\x01 \x01(\x0b2\x14.opendsec.v1.SandboxR\x07sandbox"\xb0\x02\n\x14ListSandboxesRequest\x12\x18\n\x07project\x18\x01 \x01(\tR\x07project\x12*\n\x06states\x18\x02 \x03(\x0e2\x12.opendsec.v1.StateR\x06states\x12E\n\x06labels\x18\x03 \x03(\x0b2-.opendsec.v1.ListSandboxesRequest.LabelsEntryR\x06labels\x12\x14\n\x05ended\x18\x04 \x01(\x08R\x05ended\x12\x1b\n\tpage_size\x18\x05 \x01(\rR\x08pageSize\x12\x1d\n\npage_token\x18\x06 \x01(\tR\tpageToken\x1a9\n\x0bLabelsEntry\x12\x10\n\x03key\x18\x01 \x01(\tR\x03key\x12\x14\n\x05value\x18\x02 \x01(\tR\x05value:\x028\x01"s\n\x15ListSandboxesResponse\x122\n\tsandboxes\x18\x01 \x03(\x0b2\x14.opendsec.v1.SandboxR\tsandboxes\x12&\n\x0fnext_page_token\x18\x02 \x01(\tR\rnextPageToken"$\n\x12StopSandboxRequest\x12\x0e\n\x02id\x18\x01 \x01(\tR\x02id"E\n\x13StopSandboxResponse\x12.\n\x07sandbox\x18\x01 \x01(\x0b2\x14.opendsec.v1.SandboxR\x07sandbox"\xd2\x01\n\rSetTTLRequest\x12\x0e\n\x02id\x18\x01 \x01(\tR\x02id\x12H\n\x10ttl_running_stop\x18\x02 \x01(\x0b2\x19.google.protobuf.DurationH\x00R\x0ettlRunningStop\x88\x01\x01\x12A\n\x0cttl_lifetime\x18\x03 \x01(\x0b2\x19.google.protobuf.DurationH\x01R\x0bttlLifetime\x88\x01\x01B\x13\n\x11_ttl_running_stopB\x0f\n\r_ttl_lifetime"@\n\x0eSetTTLResponse\x12.\n\x07sandbox\x18\x01 \x01(\x0b2\x14.opendsec.v1.SandboxR\x07sandbox"\'\n\x15RefreshSandboxRequest\x12\x0e\n\x02id\x18\x01 \x01(\tR\x02id"\x18\n\x16RefreshSandboxResponse"#\n\x11GetMetricsRequest\x12\x0e\n\x02id\x18\x01 \x01(\tR\x02id"D\n\x12GetMetricsResponse\x12.\n\x07metrics\x18\x01 \x01(\x0b2\x14.opendsec.v1.MetricsR\x07metrics"%\n\x13PauseSandboxRequest\x12\x0e\n\x02id\x18\x01 \x01(\tR\x02id"F\n\x14PauseSandboxResponse\x12.\n\x07sandbox\x18\x01 \x01(\x0b2\x14.opendsec.v1.SandboxR\x07sandbox"&\n\x14ResumeSandboxRequest\x12\x0e\n\x02id\x18\x01 \x01(\tR\x02id"G\n\x15ResumeSandboxResponse\x12.\n\x07sandbox\x18\x01 \x01(\x0b2\x14.opendsec.v1.SandboxR\x07sandbox"\xa2\x01\n\x12ForkSandboxRequest\x12\x0e\n\x02id\x18\x01 \x01(\tR\x02id\x12\x14\n\x05count\x18\x02 \x01(\rR\x05count\x12\x1d\n\nfiles_only\x18\x03 \x01(\x08R\tfilesOnly\x12\x1e\n\x0ball_or_none\x18\x04 \x01(\x08R\tallOrNone\x12\'\n\x0fidempotency_key\x18\x05 \x01(\tR\x0eidempotencyKey"J\n\x13ForkSandboxResponse\x123\n\x07results\x18\x01 \x03(\x0b2\x19.opendsec.v1.CreateResultR\x07results"Z\n\x15CreateSnapshotRequest\x12\x0e\n\x02id\x18\x01 \x01(\tR\x02id\x12\x12\n\x04name\x18\x02 \x01(\tR\x04name\x12\x1d\n\nfiles_only\x18\x03 \x01(\x08R\tfilesOnly"B\n\x16CreateSnapshotResponse\x12(\n\x05image\x18\x01 \x01(\x0b2\x12.opendsec.v1.ImageR\x05image"5\n\x0fPackDiffRequest\x12\x0e\n\x02id\x18\x01 \x01(\tR\x02id\x12\x12\n\x04name\x18\x02 \x01(\tR\x04name"<\n\x10PackDiffResponse\x12(\n\x05image\x18\x01 \x01(\x0b2\x12.opendsec.v1.ImageR\x05image"\xf5\x02\n\x07Metrics\x12.\n\x04time\x18\x01 \x01(\x0b2\x1a.google.protobuf.TimestampR\x04time\x124\n\x08cpu_time\x18\x02 \x01(\x0b2\x19.google.protobuf.DurationR\x07cpuTime\x12&\n\x0fcpu_cores_limit\x18\x03 \x01(\x01R\rcpuCoresLimit\x12!\n\x0cmemory_bytes\x18\x04 \x01(\x03R\x0bmemoryBytes\x12,\n\x12memory_limit_bytes\x18\x05 \x01(\x03R\x10memoryLimitBytes\x12\x1d\n\ndisk_bytes\x18\x06 \x01(\x03R\tdiskBytes\x12(\n\x10disk_limit_bytes\x18\x07 \x01(\x03R\x0ediskLimitBytes\x12\x12\n\x04pids\x18\x08 \x01(\x03R\x04pids\x12.\n\x13shared_memory_bytes\x18\t \x01(\x03R\x11sharedMemoryBytes"\xa3\x02\n\tErrorInfo\x12\x12\n\x04kind\x18\x01 \x01(\tR\x04kind\x12\x14\n\x05field\x18\x02 \x01(\tR\x05field\x12+\n\x06domain\x18\x03 \x01(\x0e2\x13.opendsec.v1.DomainR\x06domain\x12\x1d\n\nrequest_id\x18\x04 \x01(\tR\trequestId\x12\x1c\n\tretryable\x18\x05 \x01(\x08R\tretryable\x12(\n\x05state\x18\x06 \x01(\x0e2\x12.opendsec.v1.StateR\x05state\x12\x1a\n\x08backends\x18\x07 \x03(\tR\x08backends\x12"\n\x03end\x18\x08 \x01(\x0b2\x10.opendsec.v1.EndR\x03end\x12\x18\n\x07message\x18\t \x01(\tR\x07message*\xa3\x01\n\x05State\x12\x15\n\x11STATE_UNSPECIFIED\x10\x00\x12\x11\n\rSTATE_PENDING\x10\x01\x12\x12\n\x0eSTATE_STARTING\x10\x02\x12\x11\n\rSTATE_RUNNING\x10\x03\x12\x10\n\x0cSTATE_PAUSED\x10\x04\x12\x12\n\x0eSTATE_STOPPING\x10\x05\x12\x11\n\rSTATE_STOPPED\x10\x06\x12\x10\n\x0cSTATE_FAILED\x10\x07*h\n\x06Domain\x12\x16\n\x12DOMAIN_UNSPECIFIED\x10\x00\x12\x10\n\x0cDOMAIN_INFRA\x10\x01\x12\x0f\n\x0bDOMAIN_USER\x10\x02\x12\x11\n\rDOMAIN_POLICY\x10\x03\x12\x10\n\x0cDOMAIN_QUOTA\x10\x04*F\n\x06OnIdle\x12\x17\n\x13ON_IDLE_UNSPECIFIED\x10\x00\x12\x10\n\x0cON_IDLE_STOP\x10\x01\x12\x11\n\rON_IDLE_PAUSE\x10\x022\xcf\x08\n\x0eSandboxService\x12V\n\rCreateSandbox\x12!.opendsec.v1.CreateSandboxRequest\x1a".opendsec.v1.CreateSandboxResponse\x12\\\n\x0fCreateSandboxes\x12#.opendsec.v1.CreateSandboxesRequest\x1a$.opendsec.v1.CreateSandboxesResponse\x12M\n\nGetSandbox\x12\x1e.opendsec.v1.GetSandboxRequest\x1a\x1f.opendsec.v1.GetSandboxResponse\x12V\n\rListSandboxes\x12!.opendsec.v1.ListSandboxesRequest\x1a".opendsec.v1.ListSandboxesResponse\x12P\n\x0bStopSandbox\x12\x1f.opendsec.v1.StopSandboxRequest\x1a .opendsec.v1.StopSandboxResponse\x12A\n\x06SetTTL\x12\x1a.opendsec.v1.SetTTLRequest\x1a\x1b.opendsec.v1.SetTTLResponse\x12Y\n\x0eRefreshSandbox\x12".opendsec.v1.RefreshSandboxRequest\x1a#.opendsec.v1.RefreshSandboxResponse\x12M\n\nGetMetrics\x12\x1e.opendsec.v1.GetMetricsRequest\x1a\x1f.opendsec.v1.GetMetricsResponse\x12S\n\x0cPauseSandbox\x12 .opendsec.v1.PauseSandboxRequest\x1a!.opendsec.v1.PauseSandboxResponse\x12V\n\rResumeSandbox\x12!.opendsec.v1.ResumeSandboxRequest\x1a".opendsec.v1.ResumeSandboxResponse\x12P\n\x0bForkSandbox\x12\x1f.opendsec.v1.ForkSandboxRequest\x1a .opendsec.v1.ForkSandboxResponse\x12Y\n\x0eCreateSnapshot\x12".opendsec.v1.CreateSnapshotRequest\x1a#.opendsec.v1.CreateSnapshotResponse\x12G\n\x08PackDiff\x12\x1c.opendsec.v1.PackDiffRequest\x1a\x1d.opendsec.v1.PackDiffResponseB=Z;github.com/kernflux/opendsec/api/gen/opendsec/v1;opendsecv1b\x06proto3',
+    b'\n\x19opendsec/v1/sandbox.proto\x12\x0bopendsec.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x17opendsec/v1/image.proto"\xe5\x07\n\x0bSandboxSpec\x12\x14\n\x05image\x18\x01 \x01(\tR\x05image\x12\x18\n\x07backend\x18\x02 \x01(\tR\x07backend\x12&\n\x0fcpu_cores_limit\x18\x03 \x01(\x01R\rcpuCoresLimit\x12&\n\x0fmemory_limit_mb\x18\x04 \x01(\x03R\rmemoryLimitMb\x12"\n\rdisk_limit_mb\x18\x05 \x01(\x03R\x0bdiskLimitMb\x12\x1d\n\npids_limit\x18\x06 \x01(\x03R\tpidsLimit\x12C\n\x10ttl_running_stop\x18\x07 \x01(\x0b2\x19.google.protobuf.DurationR\x0ettlRunningStop\x12<\n\x0cttl_lifetime\x18\x08 \x01(\x0b2\x19.google.protobuf.DurationR\x0bttlLifetime\x12,\n\x07on_idle\x18\t \x01(\x0e2\x13.opendsec.v1.OnIdleR\x06onIdle\x123\n\x03env\x18\n \x03(\x0b2!.opendsec.v1.SandboxSpec.EnvEntryR\x03env\x12\x18\n\x07workdir\x18\x0b \x01(\tR\x07workdir\x12\x12\n\x04user\x18\x0c \x01(\tR\x04user\x12\x1a\n\x08hostname\x18\r \x01(\tR\x08hostname\x12<\n\x06labels\x18\x0e \x03(\x0b2$.opendsec.v1.SandboxSpec.LabelsEntryR\x06labels\x12B\n\x08metadata\x18\x0f \x03(\x0b2&.opendsec.v1.SandboxSpec.MetadataEntryR\x08metadata\x12O\n\rnetwork_rules\x18\x10 \x03(\x0b2*.opendsec.v1.SandboxSpec.NetworkRulesEntryR\x0cnetworkRules\x12\x1f\n\x0bauto_resume\x18\x11 \x01(\x08R\nautoResume\x1a6\n\x08EnvEntry\x12\x10\n\x03key\x18\x01 \x01(\tR\x03key\x12\x14\n\x05value\x18\x02 \x01(\tR\x05value:\x028\x01\x1a9\n\x0bLabelsEntry\x12\x10\n\x03key\x18\x01 \x01(\tR\x03key\x12\x14\n\x05value\x18\x02 \x01(\tR\x05value:\x028\x01\x1a;\n\rMetadataEntry\x12\x10\n\x03key\x18\x01 \x01(\tR\x03key\x12\x14\n\x05value\x18\x02 \x01(\tR\x05value:\x028\x01\x1a?\n\x11NetworkRulesEntry\x12\x10\n\x03key\x18\x01 \x01(\tR\x03key\x12\x14\n\x05value\x18\x02 \x01(\x08R\x05value:\x028\x01"\x92\x01\n\x03End\x12\x16\n\x06reason\x18\x01 \x01(\tR\x06reason\x12+\n\x06domain\x18\x02 \x01(\x0e2\x13.opendsec.v1.DomainR\x06domain\x12\x16\n\x06detail\x18\x03 \x01(\tR\x06detail\x12.\n\x04time\x18\x04 \x01(\x0b2\x1a.google.protobuf.TimestampR\x04time"\xe1\x03\n\x07Sandbox\x12\x0e\n\x02id\x18\x01 \x01(\tR\x02id\x12\x18\n\x07project\x18\x02 \x01(\tR\x07project\x12,\n\x04spec\x18\x03 \x01(\x0b2\x18.opendsec.v1.SandboxSpecR\x04spec\x12(\n\x05state\x18\x04 \x01(\x0e2\x12.opendsec.v1.StateR\x05state\x129\n\ncreated_at\x18\x05 \x01(\x0b2\x1a.google.protobuf.TimestampR\tcreatedAt\x129\n\nstarted_at\x18\x06 \x01(\x0b2\x1a.google.protobuf.TimestampR\tstartedAt\x12"\n\x03end\x18\x07 \x01(\x0b2\x10.opendsec.v1.EndR\x03end\x12\x12\n\x04node\x18\x08 \x01(\tR\x04node\x12!\n\x0cimage_digest\x18\t \x01(\tR\x0bimageDigest\x12\x16\n\x06caller\x18\n \x01(\tR\x06caller\x12\x1a\n\x08warnings\x18\x0b \x03(\tR\x08warnings\x12\x16\n\x06parent\x18\x0c \x01(\tR\x06parent\x127\n\tpaused_at\x18\r \x01(\x0b2\x1a.google.protobuf.TimestampR\x08pausedAt"\x87\x01\n\x14CreateSandboxRequest\x12\x18\n\x07project\x18\x01 \x01(\tR\x07project\x12,\n\x04spec\x18\x02 \x01(\x0b2\x18.opendsec.v1.SandboxSpecR\x04spec\x12\'\n\x0fidempotency_key\x18\x03 \x01(\tR\x0eidempotencyKey"G\n\x15CreateSandboxResponse\x12.\n\x07sandbox\x18\x01 \x01(\x0b2\x14.opendsec.v1.SandboxR\x07sandbox"\xbf\x01\n\x16CreateSandboxesRequest\x12\x18\n\x07project\x18\x01 \x01(\tR\x07project\x12,\n\x04spec\x18\x02 \x01(\x0b2\x18.opendsec.v1.SandboxSpecR\x04spec\x12\x14\n\x05count\x18\x03 \x01(\rR\x05count\x12\x1e\n\x0ball_or_none\x18\x04 \x01(\x08R\tallOrNone\x12\'\n\x0fidempotency_key\x18\x05 \x01(\tR\x0eidempotencyKey"N\n\x17CreateSandboxesResponse\x123\n\x07results\x18\x01 \x03(\x0b2\x19.opendsec.v1.CreateResultR\x07results"z\n\x0cCreateResult\x120\n\x07sandbox\x18\x01 \x01(\x0b2\x14.opendsec.v1.SandboxH\x00R\x07sandbox\x12.\n\x05error\x18\x02 \x01(\x0b2\x16.opendsec.v1.ErrorInfoH\x00R\x05errorB\x08\n\x06result"#\n\x11GetSandboxRequest\x12\x0e\n\x02id\x18\x01 \x01(\tR\x02id"D\n\x12GetSandboxResponse\x12.\n\x07sandbox\x18\x01 \x01(\x0b2\x14.opendsec.v1.SandboxR\x07sandbox"\xb0\x02\n\x14ListSandboxesRequest\x12\x18\n\x07project\x18\x01 \x01(\tR\x07project\x12*\n\x06states\x18\x02 \x03(\x0e2\x12.opendsec.v1.StateR\x06states\x12E\n\x06labels\x18\x03 \x03(\x0b2-.opendsec.v1.ListSandboxesRequest.LabelsEntryR\x06labels\x12\x14\n\x05ended\x18\x04 \x01(\x08R\x05ended\x12\x1b\n\tpage_size\x18\x05 \x01(\rR\x08pageSize\x12\x1d\n\npage_token\x18\x06 \x01(\tR\tpageToken\x1a9\n\x0bLabelsEntry\x12\x10\n\x03key\x18\x01 \x01(\tR\x03key\x12\x14\n\x05value\x18\x02 \x01(\tR\x05value:\x028\x01"s\n\x15ListSandboxesResponse\x122\n\tsandboxes\x18\x01 \x03(\x0b2\x14.opendsec.v1.SandboxR\tsandboxes\x12&\n\x0fnext_page_token\x18\x02 \x01(\tR\rnextPageToken"$\n\x12StopSandboxRequest\x12\x0e\n\x02id\x18\x01 \x01(\tR\x02id"E\n\x13StopSandboxResponse\x12.\n\x07sandbox\x18\x01 \x01(\x0b2\x14.opendsec.v1.SandboxR\x07sandbox"\xd2\x01\n\rSetTTLRequest\x12\x0e\n\x02id\x18\x01 \x01(\tR\x02id\x12H\n\x10ttl_running_stop\x18\x02 \x01(\x0b2\x19.google.protobuf.DurationH\x00R\x0ettlRunningStop\x88\x01\x01\x12A\n\x0cttl_lifetime\x18\x03 \x01(\x0b2\x19.google.protobuf.DurationH\x01R\x0bttlLifetime\x88\x01\x01B\x13\n\x11_ttl_running_stopB\x0f\n\r_ttl_lifetime"@\n\x0eSetTTLResponse\x12.\n\x07sandbox\x18\x01 \x01(\x0b2\x14.opendsec.v1.SandboxR\x07sandbox"\'\n\x15RefreshSandboxRequest\x12\x0e\n\x02id\x18\x01 \x01(\tR\x02id"\x18\n\x16RefreshSandboxResponse"#\n\x11GetMetricsRequest\x12\x0e\n\x02id\x18\x01 \x01(\tR\x02id"D\n\x12GetMetricsResponse\x12.\n\x07metrics\x18\x01 \x01(\x0b2\x14.opendsec.v1.MetricsR\x07metrics"%\n\x13PauseSandboxRequest\x12\x0e\n\x02id\x18\x01 \x01(\tR\x02id"F\n\x14PauseSandboxResponse\x12.\n\x07sandbox\x18\x01 \x01(\x0b2\x14.opendsec.v1.SandboxR\x07sandbox"&\n\x14ResumeSandboxRequest\x12\x0e\n\x02id\x18\x01 \x01(\tR\x02id"G\n\x15ResumeSandboxResponse\x12.\n\x07sandbox\x18\x01 \x01(\x0b2\x14.opendsec.v1.SandboxR\x07sandbox"\xa2\x01\n\x12ForkSandboxRequest\x12\x0e\n\x02id\x18\x01 \x01(\tR\x02id\x12\x14\n\x05count\x18\x02 \x01(\rR\x05count\x12\x1d\n\nfiles_only\x18\x03 \x01(\x08R\tfilesOnly\x12\x1e\n\x0ball_or_none\x18\x04 \x01(\x08R\tallOrNone\x12\'\n\x0fidempotency_key\x18\x05 \x01(\tR\x0eidempotencyKey"J\n\x13ForkSandboxResponse\x123\n\x07results\x18\x01 \x03(\x0b2\x19.opendsec.v1.CreateResultR\x07results"Z\n\x15CreateSnapshotRequest\x12\x0e\n\x02id\x18\x01 \x01(\tR\x02id\x12\x12\n\x04name\x18\x02 \x01(\tR\x04name\x12\x1d\n\nfiles_only\x18\x03 \x01(\x08R\tfilesOnly"B\n\x16CreateSnapshotResponse\x12(\n\x05image\x18\x01 \x01(\x0b2\x12.opendsec.v1.ImageR\x05image"5\n\x0fPackDiffRequest\x12\x0e\n\x02id\x18\x01 \x01(\tR\x02id\x12\x12\n\x04name\x18\x02 \x01(\tR\x04name"<\n\x10PackDiffResponse\x12(\n\x05image\x18\x01 \x01(\x0b2\x12.opendsec.v1.ImageR\x05image"\xc1\x01\n\x14UpdateNetworkRequest\x12\x0e\n\x02id\x18\x01 \x01(\tR\x02id\x12X\n\rnetwork_rules\x18\x02 \x03(\x0b23.opendsec.v1.UpdateNetworkRequest.NetworkRulesEntryR\x0cnetworkRules\x1a?\n\x11NetworkRulesEntry\x12\x10\n\x03key\x18\x01 \x01(\tR\x03key\x12\x14\n\x05value\x18\x02 \x01(\x08R\x05value:\x028\x01"G\n\x15UpdateNetworkResponse\x12.\n\x07sandbox\x18\x01 \x01(\x0b2\x14.opendsec.v1.SandboxR\x07sandbox"?\n\x15ExplainNetworkRequest\x12\x0e\n\x02id\x18\x01 \x01(\tR\x02id\x12\x16\n\x06target\x18\x02 \x01(\tR\x06target"R\n\x16ExplainNetworkResponse\x128\n\x08decision\x18\x01 \x01(\x0b2\x1c.opendsec.v1.NetworkDecisionR\x08decision"M\n\x0fNetworkDecision\x12\x14\n\x05allow\x18\x01 \x01(\x08R\x05allow\x12\x12\n\x04rule\x18\x02 \x01(\tR\x04rule\x12\x10\n\x03why\x18\x03 \x01(\tR\x03why"#\n\x11ListDeniedRequest\x12\x0e\n\x02id\x18\x01 \x01(\tR\x02id"Y\n\x12ListDeniedResponse\x12-\n\x07denials\x18\x01 \x03(\x0b2\x13.opendsec.v1.DenialR\x07denials\x12\x14\n\x05total\x18\x02 \x01(\x04R\x05total"\xe6\x01\n\x06Denial\x12.\n\x04time\x18\x01 \x01(\x0b2\x1a.google.protobuf.TimestampR\x04time\x12\x14\n\x05count\x18\x02 \x01(\x03R\x05count\x12\x12\n\x04kind\x18\x03 \x01(\tR\x04kind\x12\x12\n\x04name\x18\x04 \x01(\tR\x04name\x12\x18\n\x07address\x18\x05 \x01(\tR\x07address\x12\x12\n\x04port\x18\x06 \x01(\rR\x04port\x12\x1a\n\x08protocol\x18\x07 \x01(\tR\x08protocol\x12\x12\n\x04rule\x18\x08 \x01(\tR\x04rule\x12\x10\n\x03why\x18\t \x01(\tR\x03why"\xa5\x04\n\x07Metrics\x12.\n\x04time\x18\x01 \x01(\x0b2\x1a.google.protobuf.TimestampR\x04time\x124\n\x08cpu_time\x18\x02 \x01(\x0b2\x19.google.protobuf.DurationR\x07cpuTime\x12&\n\x0fcpu_cores_limit\x18\x03 \x01(\x01R\rcpuCoresLimit\x12!\n\x0cmemory_bytes\x18\x04 \x01(\x03R\x0bmemoryBytes\x12,\n\x12memory_limit_bytes\x18\x05 \x01(\x03R\x10memoryLimitBytes\x12\x1d\n\ndisk_bytes\x18\x06 \x01(\x03R\tdiskBytes\x12(\n\x10disk_limit_bytes\x18\x07 \x01(\x03R\x0ediskLimitBytes\x12\x12\n\x04pids\x18\x08 \x01(\x03R\x04pids\x12,\n\x12network_sent_bytes\x18\t \x01(\x04R\x10networkSentBytes\x124\n\x16network_received_bytes\x18\n \x01(\x04R\x14networkReceivedBytes\x12#\n\rnetwork_flows\x18\x0b \x01(\x03R\x0cnetworkFlows\x12%\n\x0enetwork_denied\x18\x0c \x01(\x04R\rnetworkDenied\x12.\n\x13shared_memory_bytes\x18\r \x01(\x03R\x11sharedMemoryBytes"\xa3\x02\n\tErrorInfo\x12\x12\n\x04kind\x18\x01 \x01(\tR\x04kind\x12\x14\n\x05field\x18\x02 \x01(\tR\x05field\x12+\n\x06domain\x18\x03 \x01(\x0e2\x13.opendsec.v1.DomainR\x06domain\x12\x1d\n\nrequest_id\x18\x04 \x01(\tR\trequestId\x12\x1c\n\tretryable\x18\x05 \x01(\x08R\tretryable\x12(\n\x05state\x18\x06 \x01(\x0e2\x12.opendsec.v1.StateR\x05state\x12\x1a\n\x08backends\x18\x07 \x03(\tR\x08backends\x12"\n\x03end\x18\x08 \x01(\x0b2\x10.opendsec.v1.EndR\x03end\x12\x18\n\x07message\x18\t \x01(\tR\x07message*\xa3\x01\n\x05State\x12\x15\n\x11STATE_UNSPECIFIED\x10\x00\x12\x11\n\rSTATE_PENDING\x10\x01\x12\x12\n\x0eSTATE_STARTING\x10\x02\x12\x11\n\rSTATE_RUNNING\x10\x03\x12\x10\n\x0cSTATE_PAUSED\x10\x04\x12\x12\n\x0eSTATE_STOPPING\x10\x05\x12\x11\n\rSTATE_STOPPED\x10\x06\x12\x10\n\x0cSTATE_FAILED\x10\x07*h\n\x06Domain\x12\x16\n\x12DOMAIN_UNSPECIFIED\x10\x00\x12\x10\n\x0cDOMAIN_INFRA\x10\x01\x12\x0f\n\x0bDOMAIN_USER\x10\x02\x12\x11\n\rDOMAIN_POLICY\x10\x03\x12\x10\n\x0cDOMAIN_QUOTA\x10\x04*F\n\x06OnIdle\x12\x17\n\x13ON_IDLE_UNSPECIFIED\x10\x00\x12\x10\n\x0cON_IDLE_STOP\x10\x01\x12\x11\n\rON_IDLE_PAUSE\x10\x022\xd1\n\n\x0eSandboxService\x12V\n\rCreateSandbox\x12!.opendsec.v1.CreateSandboxRequest\x1a".opendsec.v1.CreateSandboxResponse\x12\\\n\x0fCreateSandboxes\x12#.opendsec.v1.CreateSandboxesRequest\x1a$.opendsec.v1.CreateSandboxesResponse\x12M\n\nGetSandbox\x12\x1e.opendsec.v1.GetSandboxRequest\x1a\x1f.opendsec.v1.GetSandboxResponse\x12V\n\rListSandboxes\x12!.opendsec.v1.ListSandboxesRequest\x1a".opendsec.v1.ListSandboxesResponse\x12P\n\x0bStopSandbox\x12\x1f.opendsec.v1.StopSandboxRequest\x1a .opendsec.v1.StopSandboxResponse\x12A\n\x06SetTTL\x12\x1a.opendsec.v1.SetTTLRequest\x1a\x1b.opendsec.v1.SetTTLResponse\x12Y\n\x0eRefreshSandbox\x12".opendsec.v1.RefreshSandboxRequest\x1a#.opendsec.v1.RefreshSandboxResponse\x12M\n\nGetMetrics\x12\x1e.opendsec.v1.GetMetricsRequest\x1a\x1f.opendsec.v1.GetMetricsResponse\x12S\n\x0cPauseSandbox\x12 .opendsec.v1.PauseSandboxRequest\x1a!.opendsec.v1.PauseSandboxResponse\x12V\n\rResumeSandbox\x12!.opendsec.v1.ResumeSandboxRequest\x1a".opendsec.v1.ResumeSandboxResponse\x12P\n\x0bForkSandbox\x12\x1f.opendsec.v1.ForkSandboxRequest\x1a .opendsec.v1.ForkSandboxResponse\x12Y\n\x0eCreateSnapshot\x12".opendsec.v1.CreateSnapshotRequest\x1a#.opendsec.v1.CreateSnapshotResponse\x12G\n\x08PackDiff\x12\x1c.opendsec.v1.PackDiffRequest\x1a\x1d.opendsec.v1.PackDiffResponse\x12V\n\rUpdateNetwork\x12!.opendsec.v1.UpdateNetworkRequest\x1a".opendsec.v1.UpdateNetworkResponse\x12Y\n\x0eExplainNetwork\x12".opendsec.v1.ExplainNetworkRequest\x1a#.opendsec.v1.ExplainNetworkResponse\x12M\n\nListDenied\x12\x1e.opendsec.v1.ListDeniedRequest\x1a\x1f.opendsec.v1.ListDeniedResponseB=Z;github.com/kernflux/opendsec/api/gen/opendsec/v1;opendsecv1b\x06proto3',
     [
         duration_pb.desc(),
         timestamp_pb.desc(),
@@ -1776,6 +2173,14 @@ _DESC = file_desc(
         "CreateSnapshotResponse": CreateSnapshotResponse,
         "PackDiffRequest": PackDiffRequest,
         "PackDiffResponse": PackDiffResponse,
+        "UpdateNetworkRequest": UpdateNetworkRequest,
+        "UpdateNetworkResponse": UpdateNetworkResponse,
+        "ExplainNetworkRequest": ExplainNetworkRequest,
+        "ExplainNetworkResponse": ExplainNetworkResponse,
+        "NetworkDecision": NetworkDecision,
+        "ListDeniedRequest": ListDeniedRequest,
+        "ListDeniedResponse": ListDeniedResponse,
+        "Denial": Denial,
         "Metrics": Metrics,
         "ErrorInfo": ErrorInfo,
         "State": State,
