@@ -166,7 +166,7 @@ Exit codes: 0 done, 1 failed, 2 used wrongly, 3 not found, 4 refused.`,
 		return nil
 	}
 	root.AddCommand(a.statusCommand(), a.doctorCommand(), a.leaksCommand(), a.nodeCommand(), a.versionCommand(),
-		a.sandboxCommand(), a.taskCommand(), a.imageCommand(), a.projectCommand(), a.callerCommand(), a.tokenCommand())
+		a.sandboxCommand(), a.taskCommand(), a.networkCommand(), a.imageCommand(), a.projectCommand(), a.callerCommand(), a.tokenCommand())
 	root.SetHelpCommand(helpCommand(root))
 	root.InitDefaultHelpCmd()
 	root.InitDefaultCompletionCmd()

@@ -51,8 +51,20 @@ func (a *App) printSandbox(s *opendsecv1.Sandbox) error {
 		{"limits", limits(spec.GetCpuCoresLimit(), spec.GetMemoryLimitMb(), spec.GetDiskLimitMb(), spec.GetPidsLimit())},
 		{"idle", seconds(spec.GetTtlRunningStop(), word(spec.GetOnIdle(), "ON_IDLE_"))}, {"lifetime", seconds(spec.GetTtlLifetime(), "stop")}, {"wakes", wakes},
 		{"labels", pairs(spec.GetLabels())}, {"created", stamp(s.GetCreatedAt())}, {"started", stamp(s.GetStartedAt())}, {"paused", stamp(s.GetPausedAt())},
-		{"warnings", strings.Join(s.GetWarnings(), "; ")},
+		{"network", networkRules(spec.GetNetworkRules())}, {"warnings", strings.Join(s.GetWarnings(), "; ")},
 	})
+}
+
+// networkRules words rules, those that deny with a "!".
+func networkRules(rules map[string]bool) string {
+	var parts []string
+	for _, key := range slices.Sorted(maps.Keys(rules)) {
+		if !rules[key] {
+			key = "!" + key
+		}
+		parts = append(parts, key)
+	}
+	return strings.Join(parts, " ")
 }
 
 func seconds(d *durationpb.Duration, what string) string {
@@ -92,6 +104,7 @@ type runFlags struct {
 	env, labels                               []string
 	onIdle                                    string
 	autoResume, remove                        bool
+	network                                   ruleFlags
 }
 
 func (f *runFlags) spec(image string) (*opendsecv1.SandboxSpec, error) {
@@ -103,6 +116,10 @@ func (f *runFlags) spec(image string) (*opendsecv1.SandboxSpec, error) {
 	if err != nil {
 		return nil, err
 	}
+	rules, err := f.network.rules()
+	if err != nil {
+		return nil, err
+	}
 	onIdle, ok := map[string]opendsecv1.OnIdle{"stop": opendsecv1.OnIdle_ON_IDLE_STOP, "pause": opendsecv1.OnIdle_ON_IDLE_PAUSE}[f.onIdle]
 	if !ok {
 		return nil, usage(fmt.Errorf("--on-idle %q: want stop or pause", f.onIdle))
@@ -110,7 +127,7 @@ func (f *runFlags) spec(image string) (*opendsecv1.SandboxSpec, error) {
 	spec := &opendsecv1.SandboxSpec{
 		Image: image, Backend: f.backend, CpuCoresLimit: f.cpu, MemoryLimitMb: f.memory, DiskLimitMb: f.disk, PidsLimit: f.pids,
 		Env: env, Labels: labels, User: f.user, Workdir: f.workdir, Hostname: f.hostname,
-		OnIdle: onIdle, AutoResume: f.autoResume,
+		OnIdle: onIdle, AutoResume: f.autoResume, NetworkRules: rules,
 	}
 	if f.idle != 0 {
 		spec.TtlRunningStop = durationpb.New(f.idle)
@@ -160,6 +177,7 @@ exit code as one's own; --rm stops the sandbox afterwards.`,
 	fl.DurationVar(&f.lifetime, "lifetime", 0, "stop after so long; never unless given")
 	fl.StringArrayVarP(&f.env, "env", "e", nil, "variable as NAME=VALUE (repeatable)")
 	fl.StringArrayVarP(&f.labels, "label", "l", nil, "label as NAME=VALUE (repeatable)")
+	f.network.register(c)
 	fl.StringVarP(&f.user, "user", "u", "", "user of its processes; the image's unless given")
 	fl.StringVarP(&f.workdir, "workdir", "w", "", "directory of its processes; the image's unless given")
 	fl.StringVar(&f.hostname, "hostname", "", "host name; the sandbox's id unless given")

@@ -22,6 +22,8 @@ from ._async.images import Images
 from ._async.sandbox import UNCHANGED, Sandbox, SandboxList
 from ._async.shells import BackgroundShell
 from ._values import (
+    Decision,
+    Denial,
     Domain,
     End,
     FileInfo,
@@ -65,6 +67,8 @@ __all__ = [
     "DSecError",
     "DSecRunArgs",
     "DSecWarning",
+    "Decision",
+    "Denial",
     "Domain",
     "End",
     "FileInfo",

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from .errors import InvalidArgumentError
 
-__all__ = ["DSecRunArgs", "invalid", "seconds"]
+__all__ = ["DSecRunArgs", "check_rules", "invalid", "seconds"]
 
 _LABEL_KEY = re.compile(r"[a-z0-9._/-]{1,63}")
 _HOSTNAME = re.compile(r"(?=.{1,63}\Z)[A-Za-z0-9]([A-Za-z0-9.-]*[A-Za-z0-9])?")
@@ -112,9 +112,7 @@ class DSecRunArgs:
         self._check_maps()
 
     def _check_maps(self) -> None:
-        for key, value in _pairs("network_rules", self.network_rules):
-            if not key or not isinstance(value, bool):
-                raise invalid("network_rules", f"{key!r}: {value!r} is not a rule; give name: True or False")
+        check_rules("network_rules", self.network_rules)
         check_env(self.env)
         for key, value in _text_pairs("labels", self.labels):
             if not _LABEL_KEY.fullmatch(key):
@@ -132,6 +130,14 @@ class DSecRunArgs:
             if f.repr and (f.name == "image" or getattr(self, f.name) != f.default)
         )
         return f"DSecRunArgs({', '.join(shown)})"
+
+
+def check_rules(name: str, rules: Mapping[str, bool] | None) -> dict[str, bool]:
+    """Check the form of network rules; what they mean is the server's to say."""
+    for key, value in _pairs(name, rules):
+        if not key or not isinstance(value, bool):
+            raise invalid(name, f"{key!r}: {value!r} is not a rule; give name: True or False")
+    return dict(rules or {})
 
 
 def check_env(env: Mapping[str, str] | None) -> None:

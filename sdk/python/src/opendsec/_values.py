@@ -8,6 +8,8 @@ from datetime import datetime
 from enum import Enum
 
 __all__ = [
+    "Decision",
+    "Denial",
     "Domain",
     "End",
     "FileInfo",
@@ -308,6 +310,9 @@ class Metrics:
         pids: processes or threads on the host.
         shared_memory_bytes: memory that it has in common with its source, forks and starts of one
             snapshot, and that is not in ``memory_bytes``; what it writes to becomes its own.
+        network_sent_bytes, network_received_bytes: what it sent to the outside and got from there.
+        network_flows: connections and UDP flows to the outside that are open.
+        network_denied: how often it was denied something on the network.
     """
 
     time: datetime | None
@@ -319,3 +324,52 @@ class Metrics:
     disk_limit_bytes: int
     pids: int
     shared_memory_bytes: int = 0
+    network_sent_bytes: int = 0
+    network_received_bytes: int = 0
+    network_flows: int = 0
+    network_denied: int = 0
+
+
+@dataclass(frozen=True)
+class Decision:
+    """Whether a sandbox may reach something. It is true when it may.
+
+    Attributes:
+        allow: whether it may.
+        rule: the rule that decided, as it was written; None when none did.
+        why: a sentence for a person.
+    """
+
+    allow: bool
+    rule: str | None
+    why: str
+
+    def __bool__(self) -> bool:
+        return self.allow
+
+
+@dataclass(frozen=True)
+class Denial:
+    """Something that a sandbox was denied on the network.
+
+    Attributes:
+        time: the last time, in UTC.
+        count: how often, one time after another.
+        kind: ``name`` (not resolved), ``answer`` (an address or alias that a name led to), ``query``
+            (over the limits of DNS), ``address`` (a connection or datagram), ``host`` (a connection
+            by name that asked for another name), ``limit`` (over the limits of connections),
+            ``change`` (an open connection, by a change of the rules).
+        name, address, port, protocol: what it was; None for what does not apply.
+        rule: the rule that decided; None when none did.
+        why: a sentence for a person.
+    """
+
+    time: datetime | None
+    count: int
+    kind: str
+    name: str | None
+    address: str | None
+    port: int | None
+    protocol: str | None
+    rule: str | None
+    why: str

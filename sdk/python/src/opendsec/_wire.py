@@ -24,7 +24,19 @@ from . import errors
 from ._args import DSecRunArgs
 from ._gen.filesystem import filesystem_pb
 from ._gen.opendsec.v1 import image_pb, sandbox_pb
-from ._values import Domain, End, FileInfo, FileType, Image, Metrics, Progress, SandboxState, SnapshotInfo
+from ._values import (
+    Decision,
+    Denial,
+    Domain,
+    End,
+    FileInfo,
+    FileType,
+    Image,
+    Metrics,
+    Progress,
+    SandboxState,
+    SnapshotInfo,
+)
 
 _ERROR_INFO = "opendsec.v1.ErrorInfo"
 
@@ -203,6 +215,30 @@ def metrics(value: sandbox_pb.Metrics) -> Metrics:
         disk_limit_bytes=value.disk_limit_bytes,
         pids=value.pids,
         shared_memory_bytes=value.shared_memory_bytes,
+        network_sent_bytes=value.network_sent_bytes,
+        network_received_bytes=value.network_received_bytes,
+        network_flows=value.network_flows,
+        network_denied=value.network_denied,
+    )
+
+
+def decision(value: sandbox_pb.NetworkDecision) -> Decision:
+    """Return whether something may be reached."""
+    return Decision(allow=value.allow, rule=value.rule or None, why=value.why)
+
+
+def denial(value: sandbox_pb.Denial) -> Denial:
+    """Return something that was denied."""
+    return Denial(
+        time=moment(value.time),
+        count=value.count,
+        kind=value.kind,
+        name=value.name or None,
+        address=value.address or None,
+        port=value.port or None,
+        protocol=value.protocol or None,
+        rule=value.rule or None,
+        why=value.why,
     )
 
 

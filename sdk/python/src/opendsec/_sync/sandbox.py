@@ -5,16 +5,16 @@ from __future__ import annotations
 
 import uuid
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from datetime import datetime
 from types import TracebackType
 from typing import Final
 
 from .. import _wire
-from .._args import invalid, seconds
+from .._args import check_rules, invalid, seconds
 from .._gen.opendsec.v1 import sandbox_pb
 from .._gen.opendsec.v1.sandbox_connect import SandboxServiceClientSync
-from .._values import End, Image, Metrics, SandboxState
+from .._values import Decision, Denial, End, Image, Metrics, SandboxState
 from ..errors import DSecError, DSecWarning, NotFoundError, SandboxEndedError
 from .agent import Agent
 from .connection import Connection
@@ -270,6 +270,51 @@ class Sandbox(Shells, Files):
         answer = self._conn.call(self._api.set_ttl, request)
         if answer.sandbox is not None:
             self._take(answer.sandbox)
+
+    def update_network(self, rules: Mapping[str, bool]) -> None:
+        """Replace the sandbox's network rules, also while it is paused.
+
+        When it returns, the new rules are in force, and connections that they do not allow are cut.
+
+        Args:
+            rules: all of the new rules, as ``network_rules`` in :class:`DSecRunArgs`; empty closes all.
+
+        Raises:
+            InvalidArgumentError: a rule is wrong; it is named.
+            SandboxEndedError: it has ended.
+        """
+        request = sandbox_pb.UpdateNetworkRequest(id=self.id, network_rules=check_rules("rules", rules))
+        answer = self._conn.call(self._api.update_network, request)
+        if answer.sandbox is not None:
+            self._take(answer.sandbox)
+
+    def explain_network(self, target: str) -> Decision:
+        """Say whether the sandbox may reach something now, and why, by the code that enforces it.
+
+        Args:
+            target: ``host``, ``host:port`` or ``host:port/udp``; a name or an address, one of IPv6 in
+                brackets if a port follows. Without a port: whether any is open.
+
+        Raises:
+            InvalidArgumentError: the target has another form.
+            SandboxEndedError: it has ended.
+        """
+        request = sandbox_pb.ExplainNetworkRequest(id=self.id, target=target)
+        answer = self._conn.call(self._api.explain_network, request)
+        if answer.decision is None:
+            raise DSecError(f"the server said nothing about what sandbox {self.id} may reach")
+        return _wire.decision(answer.decision)
+
+    def denied_egress(self) -> list[Denial]:
+        """Return what the sandbox was denied on the network lately, the newest last.
+
+        The newest 256 are kept, as long as the node's edge runs.
+
+        Raises:
+            SandboxEndedError: it has ended.
+        """
+        answer = self._conn.call(self._api.list_denied, sandbox_pb.ListDeniedRequest(id=self.id))
+        return [_wire.denial(d) for d in answer.denials]
 
     def refresh(self) -> None:
         """Count as a use of the sandbox, so that its idle time starts anew, and read how it is now.
