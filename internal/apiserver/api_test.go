@@ -217,6 +217,18 @@ func TestAuthorization(t *testing.T) {
 			_, err := u.sandboxes.SetTTL(ctx, connect.NewRequest(&opendsecv1.SetTTLRequest{Id: id}))
 			return err
 		}, forbidden, yes, yes, unknown},
+		"update network": {func(u *user) error {
+			_, err := u.sandboxes.UpdateNetwork(ctx, connect.NewRequest(&opendsecv1.UpdateNetworkRequest{Id: id}))
+			return err
+		}, forbidden, yes, yes, unknown},
+		"explain network": {func(u *user) error {
+			_, err := u.sandboxes.ExplainNetwork(ctx, connect.NewRequest(&opendsecv1.ExplainNetworkRequest{Id: id, Target: "example.com"}))
+			return err
+		}, yes, yes, yes, unknown},
+		"list denied": {func(u *user) error {
+			_, err := u.sandboxes.ListDenied(ctx, connect.NewRequest(&opendsecv1.ListDeniedRequest{Id: id}))
+			return err
+		}, yes, yes, yes, unknown},
 		"pause":            {func(u *user) error { _, err := u.pause(id); return err }, forbidden, yes, yes, unknown},
 		"resume":           {func(u *user) error { _, err := u.resume(id); return err }, forbidden, yes, yes, unknown},
 		"fork":             {func(u *user) error { _, err := u.fork(id); return err }, forbidden, yes, yes, unknown},

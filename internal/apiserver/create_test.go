@@ -41,21 +41,6 @@ func TestCreateFillsDefaultsAndChooses(t *testing.T) {
 	}
 }
 
-func TestCreateWarnsOfRulesThatAreNotInForce(t *testing.T) {
-	c := newCluster(t, 1)
-	dev := c.developer()
-	sb := dev.mustCreate(func(r *opendsecv1.CreateSandboxRequest) {
-		r.Spec.NetworkRules = map[string]bool{"pypi": true, "github.com:443": true, "10.0.0.0/8": false}
-	})
-	if len(sb.GetWarnings()) != 1 || !strings.Contains(sb.GetWarnings()[0], "not in force yet") || len(sb.GetSpec().GetNetworkRules()) != 3 {
-		t.Errorf("got warnings %q, rules %v", sb.GetWarnings(), sb.GetSpec().GetNetworkRules())
-	}
-	closed := dev.mustCreate(func(r *opendsecv1.CreateSandboxRequest) { r.Spec.NetworkRules = map[string]bool{"*": false} })
-	if len(closed.GetWarnings()) > 0 {
-		t.Errorf("warned of %q although nothing was to be opened", closed.GetWarnings())
-	}
-}
-
 // Every refusal names the field that is wrong, and leaves nothing behind.
 func TestCreateNamesTheWrongField(t *testing.T) {
 	c := newCluster(t, 1)

@@ -3,7 +3,6 @@ package apiserver
 import (
 	"context"
 
-	opendsecv1 "github.com/kernflux/opendsec/api/gen/opendsec/v1"
 	"github.com/kernflux/opendsec/internal/fault"
 	"github.com/kernflux/opendsec/internal/iam/role"
 	"github.com/kernflux/opendsec/internal/netpolicy"
@@ -56,14 +55,10 @@ func (s *Server) updateNetwork(ctx context.Context, id string, rules map[string]
 	})
 }
 
-// explainNetwork asks a sandbox's node whether it may reach something.
-func (s *Server) explainNetwork(ctx context.Context, id, target string) (*opendsecv1.NetworkDecision, error) {
+// checkTarget reads what an explanation is asked of.
+func checkTarget(target string) error {
 	if _, err := netpolicy.ParseQuery(target); err != nil {
-		return nil, fault.Invalid("target", "%w", err)
+		return fault.Invalid("target", "%w", err)
 	}
-	sb, address, err := s.findAlive(ctx, id, role.Viewer)
-	if err != nil {
-		return nil, err
-	}
-	return s.edges.explainNetwork(ctx, address, sb.ID, target)
+	return nil
 }

@@ -172,7 +172,14 @@ func (h sandboxRPC) UpdateNetwork(ctx context.Context, req *connect.Request[open
 }
 
 func (h sandboxRPC) ExplainNetwork(ctx context.Context, req *connect.Request[opendsecv1.ExplainNetworkRequest]) (*connect.Response[opendsecv1.ExplainNetworkResponse], error) {
-	d, err := h.s.explainNetwork(ctx, req.Msg.GetId(), req.Msg.GetTarget())
+	if err := checkTarget(req.Msg.GetTarget()); err != nil {
+		return nil, err
+	}
+	sb, address, err := h.s.findAlive(ctx, req.Msg.GetId(), role.Viewer)
+	if err != nil {
+		return nil, err
+	}
+	d, err := h.s.edges.explainNetwork(ctx, address, sb.ID, req.Msg.GetTarget())
 	if err != nil {
 		return nil, err
 	}

@@ -381,10 +381,17 @@ func (s service) GetMetrics(_ context.Context, req *connect.Request[edgev1.GetMe
 	return connect.NewResponse(&edgev1.GetMetricsResponse{Metrics: &opendsecv1.Metrics{Time: timestamppb.Now(), Pids: 3}}), nil
 }
 
-// UpdateNetwork takes rules and forgets them.
+// UpdateNetwork replaces the rules in what was asked for.
 func (s service) UpdateNetwork(_ context.Context, req *connect.Request[edgev1.UpdateNetworkRequest]) (*connect.Response[edgev1.UpdateNetworkResponse], error) {
 	if err := s.known(req.Msg.GetId()); err != nil {
 		return nil, err
+	}
+	s.e.mu.Lock()
+	defer s.e.mu.Unlock()
+	if asked := s.e.requests[sandbox.ID(req.Msg.GetId())]; asked != nil {
+		changed := proto.CloneOf(asked)
+		changed.Spec.NetworkRules = req.Msg.GetNetworkRules()
+		s.e.requests[sandbox.ID(req.Msg.GetId())] = changed
 	}
 	return connect.NewResponse(&edgev1.UpdateNetworkResponse{}), nil
 }
