@@ -13,11 +13,9 @@ import (
 	"testing"
 	"time"
 
-	"github.com/vishvananda/netlink"
-
 	"github.com/kernflux/opendsec/internal/backend"
+	"github.com/kernflux/opendsec/internal/netgate/gatetest"
 	"github.com/kernflux/opendsec/internal/netpolicy"
-	"github.com/kernflux/opendsec/internal/netpolicy/dnsproxy"
 	"github.com/kernflux/opendsec/internal/netslot"
 	"github.com/kernflux/opendsec/internal/sandbox"
 )
@@ -42,40 +40,6 @@ func TestMain(m *testing.M) {
 	}
 }
 
-// The node's link to the world, and the world's addresses.
-const (
-	nodeAddr  = "198.51.100.1"
-	nodeAddr6 = "2001:db8:51::1"
-	worldDNS  = "198.51.100.53"
-	world1    = "198.51.100.10" // serves example.com
-	world2    = "198.51.100.20" // serves others
-	world6    = "2001:db8:51::10"
-	private   = "10.20.30.40" // a machine in a network of the node's owner
-)
-
-// world is what is outside of the node: a namespace with servers.
-type world struct {
-	t  testing.TB
-	ns backend.Slot
-}
-
-// names are what the world's DNS knows.
-var names = map[string][]string{
-	"example.com.":         {world1, world6},
-	"v4.example.com.":      {world1},
-	"six.example.com.":     {world6},
-	"www.example.com.":     {world1},
-	"other.test.":          {world1}, // a shared address
-	"evil.test.":           {world2},
-	"rebind.example.com.":  {"127.0.0.1"},
-	"private.example.com.": {private},
-	"node.example.com.":    {nodeAddr},
-	"meta.example.com.":    {"169.254.169.254"},
-	"slot.example.com.":    {"192.0.0.1"},
-	"zero.example.com.":    {"0.0.0.0"},
-	"mapped.example.com.":  {"::ffff:127.0.0.1"},
-}
-
 func must(t testing.TB, err error) {
 	t.Helper()
 	if err != nil {
@@ -83,63 +47,12 @@ func must(t testing.TB, err error) {
 	}
 }
 
-// run runs a program of iproute2.
+// ip runs the program of this name.
 func ip(t testing.TB, args ...string) {
 	t.Helper()
 	if out, err := exec.Command("ip", args...).CombinedOutput(); err != nil {
 		t.Fatalf("ip %s: %v\n%s", strings.Join(args, " "), err, out)
 	}
-}
-
-func newWorld(t testing.TB) *world {
-	t.Helper()
-	w := &world{t: t}
-	p := netslot.NewPool(slog.New(slog.DiscardHandler), backend.Prefix(t.TempDir()), 0, nil)
-	slot, err := p.Acquire(t.Context())
-	must(t, err)
-	w.ns = slot
-	t.Cleanup(func() { must(t, netslot.Remove(slot.Name)) })
-	ip(t, "link", "set", "lo", "up")
-	ip(t, "link", "add", "world0", "type", "veth", "peer", "name", "up0", "netns", slot.Name)
-	t.Cleanup(func() { exec.Command("ip", "link", "del", "world0").Run() })
-	ip(t, "addr", "add", nodeAddr+"/24", "dev", "world0")
-	ip(t, "addr", "add", nodeAddr6+"/64", "dev", "world0", "nodad")
-	ip(t, "link", "set", "world0", "up")
-	ip(t, "route", "add", "default", "via", world1)
-	ip(t, "-6", "route", "add", "default", "via", world6)
-	ip(t, "-n", slot.Name, "link", "del", "gw0")
-	must(t, netslot.Inside(slot, func() error {
-		return os.WriteFile("/proc/sys/net/ipv6/conf/up0/disable_ipv6", []byte("0"), 0)
-	}))
-	for _, a := range []string{world1 + "/24", world2 + "/24", worldDNS + "/24", private + "/32"} {
-		ip(t, "-n", slot.Name, "addr", "add", a, "dev", "up0")
-	}
-	ip(t, "-n", slot.Name, "link", "set", "up0", "up")
-	ip(t, "-n", slot.Name, "addr", "add", world6+"/64", "dev", "up0", "nodad")
-	return w
-}
-
-// listen opens a listener in the world.
-func (w *world) listen(addr string) net.Listener {
-	w.t.Helper()
-	var l net.Listener
-	must(w.t, netslot.Inside(w.ns, func() (err error) {
-		l, err = net.Listen("tcp", addr)
-		return err
-	}))
-	w.t.Cleanup(func() { l.Close() })
-	return l
-}
-
-func (w *world) packets(addr string) net.PacketConn {
-	w.t.Helper()
-	var c net.PacketConn
-	must(w.t, netslot.Inside(w.ns, func() (err error) {
-		c, err = net.ListenPacket("udp", addr)
-		return err
-	}))
-	w.t.Cleanup(func() { c.Close() })
-	return c
 }
 
 // guest stands for a sandbox: a namespace with the guest's end of a slot.
@@ -154,7 +67,7 @@ type guest struct {
 func newGate(t testing.TB, cfg Config) *Gate {
 	t.Helper()
 	if cfg.DNS.Upstreams == nil {
-		cfg.DNS.Upstreams = []string{worldDNS}
+		cfg.DNS.Upstreams = []string{gatetest.Resolver}
 	}
 	g, err := New(slog.New(slog.NewTextHandler(t.Output(), nil)), cfg)
 	must(t, err)
@@ -220,7 +133,7 @@ func (gu *guest) dial(network, addr string) (c net.Conn, err error) {
 	return c, err
 }
 
-// resolver asks as a guest's resolver does.
+// resolve asks as a guest's resolver does.
 func (gu *guest) resolve(name string) ([]netip.Addr, error) {
 	r := net.Resolver{PreferGo: true, Dial: func(ctx context.Context, network, _ string) (net.Conn, error) {
 		return gu.dial(network, gu.slot.GatewayIP+":53")
@@ -239,6 +152,3 @@ func waitFor(t testing.TB, what string, ok func() bool) {
 		time.Sleep(time.Millisecond)
 	}
 }
-
-var _ = netlink.LinkList
-var _ dnsproxy.Config

@@ -32,6 +32,8 @@ type flow struct {
 	outside net.Conn // on the host; nil while it is being made
 	inside  net.Conn // in the slot; nil until the sandbox's end is there
 
+	early bool // its relay's own: TLS with early data
+
 	once sync.Once
 	done chan struct{} // closed by cut
 }

@@ -27,9 +27,7 @@ func (gd *Guard) inspect(f *flow, inside, outside *net.TCPConn) (done bool, err 
 	}
 	var bad *badRequest
 	if errors.As(err, &bad) {
-		gd.deny(Denial{
-			Kind: DeniedHost, Name: bad.name, Addr: f.key.to.Addr(), Port: f.key.to.Port(), Proto: f.key.proto, Why: bad.Error(),
-		})
+		gd.denyHost(f, bad)
 		if _, werr := inside.Write(bad.answer(f.key.to.Port())); werr == nil {
 			linger(inside)
 		}
@@ -38,6 +36,12 @@ func (gd *Guard) inspect(f *flow, inside, outside *net.TCPConn) (done bool, err 
 		return done, err
 	}
 	return false, inside.SetReadDeadline(time.Time{})
+}
+
+func (gd *Guard) denyHost(f *flow, bad *badRequest) {
+	gd.deny(Denial{
+		Kind: DeniedHost, Name: bad.name, Addr: f.key.to.Addr(), Port: f.key.to.Port(), Proto: f.key.proto, Why: bad.Error(),
+	})
 }
 
 // linger gives the sandbox a moment to read an answer before a reset.

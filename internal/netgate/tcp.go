@@ -70,7 +70,10 @@ func (gd *Guard) relay(f *flow, inside, outside *net.TCPConn) error {
 	}
 	var g errgroup.Group
 	g.Go(func() error {
-		err := carry(gd.ctx, outside, inside, gd.up, &gd.counts.sent)
+		err := gd.follow(f, inside, outside)
+		if err == nil {
+			err = carry(gd.ctx, outside, inside, gd.up, &gd.counts.sent)
+		}
 		if err != nil {
 			gd.cut(f)
 		}
@@ -84,6 +87,22 @@ func (gd *Guard) relay(f *flow, inside, outside *net.TCPConn) error {
 		return err
 	})
 	return g.Wait()
+}
+
+// follow inspects further what the sandbox sends, as long as that can tell
+// another name.
+func (gd *Guard) follow(f *flow, inside, outside *net.TCPConn) error {
+	if !f.inspect || f.key.to.Port() != 443 {
+		return nil
+	}
+	err := gd.followTLS(f, inside, outside)
+	if errors.Is(err, io.EOF) {
+		return nil // carry passes it on
+	}
+	if bad := (*badRequest)(nil); errors.As(err, &bad) {
+		gd.denyHost(f, bad)
+	}
+	return err
 }
 
 // carry moves bytes one way until their end, which it passes on. The kernel

@@ -3,7 +3,6 @@ package netgate
 import (
 	"bytes"
 	"encoding/binary"
-	"errors"
 	"io"
 	"net"
 )
@@ -15,80 +14,93 @@ const (
 	recordHandshake = 22
 	recordData      = 23
 
+	messageHello = 1 // a handshake's first
+
 	recordMost = 16<<10 + 256
-	helloMost  = 64 << 10  // bytes of a ClientHello
-	beginMost  = 512 << 10 // bytes before a second one
+	helloMost  = 64 << 10 // bytes of a ClientHello, with its records
 )
 
-// retryRandom is how a ServerHello says that it wants another ClientHello
-// (RFC 8446, 4.1.3).
-var retryRandom = []byte{
-	0xCF, 0x21, 0xAD, 0x74, 0xE5, 0x9A, 0x61, 0x11, 0xBE, 0x1D, 0x8C, 0x02, 0x1E, 0x65, 0xB8, 0x91,
-	0xC2, 0xA2, 0x11, 0x16, 0x7A, 0xBB, 0x8C, 0x5E, 0x07, 0x9E, 0x09, 0xE2, 0xC8, 0xA8, 0x33, 0x9C,
+// inspectTLS passes the ClientHello on if it tells a name that led there, and
+// leaves the sandbox's further records to followTLS.
+func (gd *Guard) inspectTLS(f *flow, inside, outside net.Conn) error {
+	raw, hello, err := readHello(inside)
+	if err != nil {
+		return err
+	}
+	if err := gd.settle(f, hello.name); err != nil {
+		return err
+	}
+	f.early = hello.early
+	return gd.pass(outside, raw)
 }
 
-// inspectTLS passes a handshake on as long as it tells a name. Where the server
-// asks for a second ClientHello, that must tell the same.
-func (gd *Guard) inspectTLS(f *flow, inside, outside net.Conn) error {
-	hello, name, err := readHello(inside, helloMost)
+// followTLS passes the sandbox's records on until none can be a ClientHello any
+// more. A second one, for which a server may ask, must tell the same name as
+// the first. After early data one may come at any time.
+func (gd *Guard) followTLS(f *flow, inside, outside net.Conn) error {
+	for {
+		record, err := readRecord(inside)
+		if err != nil {
+			return err
+		}
+		final := false
+		switch {
+		case record[0] == recordHandshake && record[5] == messageHello:
+			raw, hello, err := readHello(io.MultiReader(bytes.NewReader(record), inside))
+			if err != nil {
+				return err
+			}
+			if err := gd.settle(f, hello.name); err != nil {
+				return err
+			}
+			record = raw
+		case record[0] == recordHandshake, record[0] == recordData:
+			final = !f.early
+		}
+		if err := gd.pass(outside, record); err != nil || final {
+			return err
+		}
+	}
+}
+
+// pass sends on what was read of the sandbox.
+func (gd *Guard) pass(outside net.Conn, b []byte) error {
+	n, err := outside.Write(b)
+	gd.counts.sent.Add(uint64(n))
 	if err != nil {
 		return err
 	}
-	if err := gd.settle(f, name); err != nil {
-		return err
-	}
-	if _, err := outside.Write(hello); err != nil {
-		return err
-	}
-	again, err := passServerHello(inside, outside)
-	if err != nil || !again {
-		return err
-	}
-	second, name, err := readHello(inside, beginMost)
-	if err != nil {
-		return err
-	}
-	if err := gd.settle(f, name); err != nil {
-		return err
-	}
-	_, err = outside.Write(second)
-	return err
+	return gd.up.spent(gd.ctx, int64(n))
+}
+
+// clientHello is what is to be known of one.
+type clientHello struct {
+	name  string
+	early bool // data follows before the server answers
 }
 
 // readHello reads records up to the end of a ClientHello, and returns them with
-// the name that it tells. Before a second one there may be records that
-// servers pass over; before a first one with most of helloMost there are none.
-func readHello(r io.Reader, most int) (raw []byte, name string, err error) {
-	var hello []byte
+// what is in it.
+func readHello(r io.Reader) (raw []byte, h clientHello, err error) {
+	var message []byte
 	for {
 		record, err := readRecord(r)
 		if err != nil {
-			return nil, "", err
+			return nil, h, err
 		}
-		raw = append(raw, record...)
-		if len(raw) > most {
-			return nil, "", refused("the beginning of the TLS connection is too long")
+		raw, message = append(raw, record...), append(message, record[5:]...)
+		if record[0] != recordHandshake || message[0] != messageHello {
+			return nil, h, refused("the connection does not begin with a ClientHello")
 		}
-		if record[0] != recordHandshake {
-			if most == helloMost || record[0] != recordChange && record[0] != recordData || len(hello) > 0 {
-				return nil, "", refused("the connection does not begin with a ClientHello")
-			}
+		if len(raw) > helloMost {
+			return nil, h, refused("the ClientHello is too long")
+		}
+		if len(message) < 4 {
 			continue
 		}
-		hello = append(hello, record[5:]...)
-		if hello[0] != 1 {
-			return nil, "", refused("the connection does not begin with a ClientHello")
-		}
-		if len(hello) < 4 {
-			continue
-		}
-		size := int(hello[1])<<16 | int(hello[2])<<8 | int(hello[3])
-		if size > helloMost {
-			return nil, "", refused("the ClientHello is too long")
-		}
-		if len(hello) >= 4+size {
-			name, err := serverName(hello[4 : 4+size])
-			return raw, name, err
+		if size := int(message[1])<<16 | int(message[2])<<8 | int(message[3]); len(message) >= 4+size {
+			h, err := parseHello(message[4 : 4+size])
+			return raw, h, err
 		}
 	}
 }
@@ -110,35 +122,51 @@ func readRecord(r io.Reader) ([]byte, error) {
 	return record, nil
 }
 
-// serverName returns the name in a ClientHello.
-func serverName(hello []byte) (string, error) {
-	in := parser{hello, false}
+// Types of extensions.
+const (
+	extensionName  = 0
+	extensionEarly = 42
+)
+
+// parseHello reads a ClientHello without its header.
+func parseHello(b []byte) (h clientHello, err error) {
+	in := parser{b, false}
 	in.skip(2 + 32)
 	in.vector(1) // session
 	in.vector(2) // cipher suites
 	in.vector(1) // compression
 	extensions := parser{in.vector(2), false}
-	name := ""
 	for len(extensions.rest) > 0 && !extensions.bad {
 		kind := extensions.number(2)
 		body := parser{extensions.vector(2), false}
-		if kind != 0 {
-			continue
-		}
-		list := parser{body.vector(2), false}
-		if list.number(1) != 0 || name != "" {
-			return "", refused("the ClientHello tells its server's name twice, or in a way that is not known")
-		}
-		name = string(list.vector(2))
-		if body.bad || list.bad || len(list.rest) > 0 || len(body.rest) > 0 || name == "" {
-			return "", refused("the ClientHello's server name is malformed")
+		switch kind {
+		case extensionEarly:
+			h.early = true
+		case extensionName:
+			if h.name != "" {
+				return h, refused("the ClientHello tells its server's name twice")
+			}
+			if h.name, err = parseName(&body); err != nil {
+				return h, err
+			}
 		}
 	}
 	if in.bad || extensions.bad || len(in.rest) > 0 {
-		return "", refused("the ClientHello is malformed")
+		return h, refused("the ClientHello is malformed")
 	}
-	if name == "" {
-		return "", refused("the ClientHello tells no server name")
+	if h.name == "" {
+		return h, refused("the ClientHello tells no server name")
+	}
+	return h, nil
+}
+
+// parseName reads the extension for names, which holds one.
+func parseName(body *parser) (string, error) {
+	list := parser{body.vector(2), false}
+	kind := list.number(1)
+	name := string(list.vector(2))
+	if kind != 0 || body.bad || list.bad || len(list.rest) > 0 || len(body.rest) > 0 || name == "" {
+		return "", refused("the ClientHello's server name is malformed, or there is more than one")
 	}
 	return name, nil
 }
@@ -178,37 +206,4 @@ func (p *parser) vector(size int) []byte {
 		return nil
 	}
 	return p.skip(n)
-}
-
-// passServerHello passes the begin of the server's answer on, and reports
-// whether it asks for another ClientHello.
-func passServerHello(inside, outside net.Conn) (again bool, err error) {
-	const size = 4 + 2 + 32 // up to the end of the random
-	var message []byte
-	for len(message) < size {
-		header := make([]byte, 5)
-		if n, err := io.ReadFull(outside, header); err != nil {
-			if errors.Is(err, io.EOF) || errors.Is(err, io.ErrUnexpectedEOF) {
-				_, err = inside.Write(header[:n]) // the end comes when the rest is carried
-			}
-			return false, err
-		}
-		if header[0] != recordHandshake {
-			_, err := inside.Write(header)
-			return false, err
-		}
-		want := min(int(binary.BigEndian.Uint16(header[3:])), size-len(message))
-		body := make([]byte, want)
-		n, err := io.ReadFull(outside, body)
-		if err != nil && !errors.Is(err, io.EOF) && !errors.Is(err, io.ErrUnexpectedEOF) {
-			return false, err
-		}
-		if _, werr := inside.Write(append(header, body[:n]...)); werr != nil || err != nil {
-			return false, werr
-		}
-		if message = append(message, body...); message[0] != 2 {
-			return false, nil
-		}
-	}
-	return bytes.Equal(message[6:size], retryRandom), nil
 }

@@ -7,6 +7,7 @@ import (
 	"os"
 	"sync"
 	"sync/atomic"
+	"syscall"
 	"time"
 
 	"golang.org/x/sys/unix"
@@ -66,7 +67,11 @@ func (gd *Guard) takeDatagrams(f *flow) (*net.UDPConn, error) {
 	if f.key.to.Addr().Is6() {
 		network = "udp6"
 	}
-	d := net.Dialer{LocalAddr: net.UDPAddrFromAddrPort(f.key.to), Control: makeTransparent}
+	d := net.Dialer{LocalAddr: net.UDPAddrFromAddrPort(f.key.to), Control: func(network, address string, c syscall.RawConn) error {
+		// Flows from several ports may be to one address.
+		reuse := onSocket(c, func(fd int) error { return unix.SetsockoptInt(fd, unix.SOL_SOCKET, unix.SO_REUSEADDR, 1) })
+		return errors.Join(makeTransparent(network, address, c), reuse)
+	}}
 	var conn net.Conn
 	err := netslot.Inside(gd.slot, func() (err error) {
 		conn, err = d.DialContext(context.Background(), network, f.key.from.String())
