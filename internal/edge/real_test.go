@@ -37,6 +37,9 @@ import (
 	"github.com/kernflux/opendsec/internal/cgroup"
 	"github.com/kernflux/opendsec/internal/image"
 	"github.com/kernflux/opendsec/internal/image/imagetest"
+	"github.com/kernflux/opendsec/internal/netgate"
+	"github.com/kernflux/opendsec/internal/netgate/gatetest"
+	"github.com/kernflux/opendsec/internal/netpolicy/dnsproxy"
 	"github.com/kernflux/opendsec/internal/netslot"
 	"github.com/kernflux/opendsec/internal/sandbox"
 	"github.com/kernflux/opendsec/internal/testenv"
@@ -75,7 +78,11 @@ func beNode(dir string) (err error) {
 	if err != nil {
 		return err
 	}
-	slots := netslot.NewPool(log, prefix, 4, nil)
+	gate, err := netgate.New(log, netgate.Config{DNS: dnsproxy.Config{Upstreams: []string{gatetest.Resolver}}})
+	if err != nil {
+		return err
+	}
+	slots := netslot.NewPool(log, prefix, 4, gate.Furnish)
 	backends, err := builtin.Open(builtin.Options{
 		Log: log, StateDir: state, Prefix: prefix, Agent: agent, Slots: slots, SentryPath: filepath.Join(dir, "opendsec-sentry"), ReadyMachines: 2,
 	})
@@ -88,7 +95,7 @@ func beNode(dir string) (err error) {
 		}
 	}()
 	e := New(Config{Name: "real", StateDir: state, AgentPath: filepath.Join(dir, "agent"), CPUOvercommit: 100, DiskReserveMB: 16}, Deps{
-		Backends: backends, Agent: agent, Images: images, Slots: slots, Log: log,
+		Backends: backends, Agent: agent, Images: images, Slots: slots, Gate: gate, Log: log,
 	})
 	socket := filepath.Join(dir, "socket")
 	if err := os.Remove(socket); err != nil && !errors.Is(err, os.ErrNotExist) {

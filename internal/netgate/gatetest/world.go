@@ -50,7 +50,7 @@ func (e Event) String() string { return e.Time.Format("15:04:05.000 ") + e.What 
 // Rules are those that the attempts are made under.
 func Rules() map[string]bool {
 	return map[string]bool{
-		"example.com:80": true, "example.com:443": true, "*.wild.example:443": true, "*.wild.example:80": true,
+		"example.com:80/tcp": true, "example.com:443": true, "*.wild.example:443": true, "*.wild.example:80/tcp": true,
 		"denied.wild.example": false, Networks + ":7000-7010/tcp": true,
 	}
 }

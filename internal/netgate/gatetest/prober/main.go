@@ -3,7 +3,8 @@
 // what answered. What reached the world is the world's to say.
 //
 // With the argument "allowed" it does what the rules allow instead, and fails
-// when that does not work.
+// when that does not work; with "again" it does so without asking for names,
+// with "forever" it does things of both kinds again and again.
 package main
 
 import (
@@ -32,10 +33,22 @@ type attempt struct {
 // moment is how long an attempt waits for an answer.
 const moment = 400 * time.Millisecond
 
+// modes are what it does instead of the attempts.
+var modes = map[string]func() error{
+	"allowed": allowed,
+	"again":   again,
+	"forever": forever,
+}
+
 func main() {
-	if len(os.Args) > 1 && os.Args[1] == "allowed" {
-		if err := allowed(); err != nil {
-			fmt.Fprintln(os.Stderr, err)
+	if len(os.Args) > 1 {
+		mode := modes[os.Args[1]]
+		if mode == nil {
+			fmt.Println("unknown mode", os.Args[1])
+			os.Exit(2)
+		}
+		if err := mode(); err != nil {
+			fmt.Println(err)
 			os.Exit(1)
 		}
 		fmt.Println("all that is allowed works")
@@ -103,6 +116,28 @@ func allowed() error {
 	got, err = secure(gatetest.Good, "good.wild.example")
 	check("a name below", got, err)
 	return errors.Join(errs...)
+}
+
+// again goes where a name has led before, and to a network.
+func again() error {
+	got, err := secure(gatetest.Good, "example.com")
+	if err == nil && !strings.Contains(got, gatetest.Banner) {
+		err = fmt.Errorf("TLS: %q", got)
+	}
+	plain, perr := talk("tcp", gatetest.Network+":7005", "")
+	if perr == nil && !strings.Contains(plain, gatetest.Banner) {
+		perr = fmt.Errorf("a network: %q", plain)
+	}
+	return errors.Join(err, perr)
+}
+
+func forever() error {
+	for {
+		talk("tcp", gatetest.Network+":7005", "")
+		talk("tcp", gatetest.Bad+":80", "GET / HTTP/1.0\r\n\r\n")
+		talk("udp", gatetest.Bad+":9999", "evil")
+		ask("udp", gateway, "evil.test.", dnsmessage.TypeA)
+	}
 }
 
 // talk connects, says something if it is not empty, and returns the answer.
