@@ -12,7 +12,7 @@ from opendsec import DSecClient, DSecRunArgs
 
 
 @pytest.mark.filterwarnings("ignore::opendsec.DSecWarning")
-def test_steps_2_to_4_and_9(capsys: pytest.CaptureFixture[str]) -> None:
+def test_steps_2_to_5_and_9(capsys: pytest.CaptureFixture[str]) -> None:
     async def main() -> None:
         async with DSecClient() as client:  # reads the OPENDSEC_* variables
             sb = await client.run_sandbox(
@@ -39,6 +39,23 @@ def test_steps_2_to_4_and_9(capsys: pytest.CaptureFixture[str]) -> None:
             print(await sb.read_file("/tmp/hello.py"))
             assert (await sb.run_shell("hostname")).stdout == sb.id + "\n"
             assert [i.name for i in await sb.list_dir("/tmp") if i.name == "hello.py"] == ["hello.py"]
+
+            # Step 5: the network is closed by default. pip takes the machine's Python for its own.
+            await sb.run_shell(
+                "mkdir -p /etc && printf '[global]\\nbreak-system-packages = true\\n' > /etc/pip.conf"
+            )
+            r = await sb.run_shell(
+                "pip install -q requests; python3 -c 'import requests; print(requests.__version__)'"
+            )
+            print(r.stdout, r.stderr)
+            assert r.exit_code == 0
+            assert r.stdout.startswith("2.")
+            r = await sb.run_shell(
+                """python3 -c "import requests; requests.get('https://example.com', timeout=5)\""""
+            )
+            assert r.exit_code == 1
+            assert "requests.exceptions.ConnectionError" in r.stderr
+            assert "Failed to resolve 'example.com' ([Errno -2] Name or service not known)" in r.stderr
 
             c = await client.run_sandbox(
                 DSecRunArgs(backend="container", image=IMAGE, cpu_cores_limit=1, memory_limit_mb=512)
