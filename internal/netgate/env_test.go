@@ -64,12 +64,14 @@ type guest struct {
 	guard *Guard
 }
 
+func newLog(t testing.TB) *slog.Logger { return slog.New(slog.NewTextHandler(t.Output(), nil)) }
+
 func newGate(t testing.TB, cfg Config) *Gate {
 	t.Helper()
 	if cfg.DNS.Upstreams == nil {
 		cfg.DNS.Upstreams = []string{gatetest.Resolver}
 	}
-	g, err := New(slog.New(slog.NewTextHandler(t.Output(), nil)), cfg)
+	g, err := New(newLog(t), cfg)
 	must(t, err)
 	return g
 }
@@ -118,6 +120,13 @@ func parse(t testing.TB, rules map[string]bool) *netpolicy.Policy {
 	p, err := netpolicy.Parse(rules)
 	must(t, err)
 	return p
+}
+
+func addrOf(t testing.TB, s string) netip.Addr {
+	t.Helper()
+	a, err := netip.ParseAddr(s)
+	must(t, err)
+	return a
 }
 
 // dial connects from the guest; an error is one of the connect.

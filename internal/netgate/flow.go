@@ -115,7 +115,7 @@ func (gd *Guard) decideAll() {
 }
 
 func (gd *Guard) refurnish() error {
-	return netslot.Inside(gd.slot, func() error { return Furnish(gd.slot, gd.limits) })
+	return netslot.Inside(gd.slot, func() error { return gd.gate.Furnish(gd.slot) })
 }
 
 // consider decides on a flow, or has somebody find out whether it can be.

@@ -159,7 +159,7 @@ func (x *exchange) passBytes(n int64) error {
 		n -= ahead
 	}
 	for n > 0 {
-		m, err := io.CopyN(x.outside, x.inside, min(n, chunk))
+		m, err := io.CopyN(x.outside, x.inside, min(n, x.gd.up.chunk()))
 		x.gd.counts.sent.Add(uint64(m))
 		if err == nil {
 			err = x.paced(x.gd.ctx, m)

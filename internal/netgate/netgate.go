@@ -21,6 +21,7 @@ import (
 	"os"
 	"slices"
 	"sync"
+	"sync/atomic"
 	"time"
 
 	"github.com/google/nftables"
@@ -96,6 +97,7 @@ type Gate struct {
 	limits Limits
 	never  []netip.Prefix
 	now    func() time.Time
+	older  atomic.Bool // the kernel has no nft_queue
 
 	mu     sync.Mutex
 	host   host
@@ -114,10 +116,8 @@ func New(log *slog.Logger, cfg Config) (*Gate, error) {
 	}, nil
 }
 
-// Furnish makes a gate of a new slot; see the function of this name.
-func (g *Gate) Furnish(slot backend.Slot) error { return Furnish(slot, g.limits) }
-
-// Run follows the node's own addresses until ctx is done.
+// Run follows the node's own addresses, and sees that the rules of all slots are
+// there, until ctx is done.
 func (g *Gate) Run(ctx context.Context) error {
 	tick := time.NewTicker(5 * time.Second)
 	defer tick.Stop()
@@ -127,6 +127,9 @@ func (g *Gate) Run(ctx context.Context) error {
 			return nil
 		case <-tick.C:
 			g.remeasure()
+			for _, gd := range g.all() {
+				gd.check()
+			}
 		}
 	}
 }
@@ -137,18 +140,37 @@ func (g *Gate) remeasure() {
 	g.mu.Lock()
 	same := slices.Equal(now.own, g.host.own)
 	g.host = now
-	var guards []*Guard
-	for gd := range g.guards {
-		guards = append(guards, gd)
-	}
 	g.mu.Unlock()
 	if same {
 		return
 	}
-	for _, gd := range guards {
+	for _, gd := range g.all() {
 		if err := gd.replace(func(old *netpolicy.Policy) *netpolicy.Policy { return old }); err != nil {
 			g.log.Error("cannot put a policy in force under the node's new addresses", "sandbox", gd.id, "error", err)
 		}
+	}
+}
+
+func (g *Gate) all() []*Guard {
+	g.mu.Lock()
+	defer g.mu.Unlock()
+	all := make([]*Guard, 0, len(g.guards))
+	for gd := range g.guards {
+		all = append(all, gd)
+	}
+	return all
+}
+
+// check puts the slot's rules back if they are not there. The kernel has told
+// of their change; this is for when that was lost.
+func (gd *Guard) check() {
+	gd.mu.Lock()
+	defer gd.mu.Unlock() // so that Close does not close the namespace meanwhile
+	if gd.closed {
+		return
+	}
+	if err := gd.ensure(); err != nil {
+		gd.log.Error("cannot see whether the rules of a network slot are there; it is tried again", "slot", gd.slot.Name, "error", err)
 	}
 }
 

@@ -20,6 +20,9 @@ type pace struct {
 // newPace returns a bucket that holds a tenth of a second.
 func newPace(rate float64) *pace { return &pace{rate: rate, burst: rate / 10, left: rate / 10} }
 
+// chunk is how many bytes are moved before they are taken.
+func (p *pace) chunk() int64 { return int64(min(max(p.burst, 4<<10), 1<<20)) }
+
 // take takes n bytes and returns how long to wait before more are moved.
 func (p *pace) take(n int64, now time.Time) time.Duration {
 	p.mu.Lock()

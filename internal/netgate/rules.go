@@ -39,7 +39,7 @@ const (
 // from the guest passes only if the rules here let it. It is to be called on a
 // thread in the slot's namespace and may be repeated. Nobody is let through
 // before Open.
-func Furnish(slot backend.Slot, l Limits) error {
+func (g *Gate) Furnish(slot backend.Slot) error {
 	if err := allLocal(slot); err != nil {
 		return fmt.Errorf("make a gate of network slot %s: %w", slot.Name, err)
 	}
@@ -47,18 +47,26 @@ func Furnish(slot backend.Slot, l Limits) error {
 	if err != nil {
 		return fmt.Errorf("make a gate of network slot %s: open nftables: %w", slot.Name, err)
 	}
-	err = install(c, slot, l.withDefaults(), &expr.Queue{})
-	if err != nil {
-		// A kernel without nft_queue may have the older way to say the same.
-		older := xt.Unknown(make([]byte, 8)) // queue 0
-		if install(c, slot, l.withDefaults(), &expr.Target{Name: "NFQUEUE", Info: &older}) == nil {
-			err = nil
-		}
-	}
-	if err != nil {
+	if err := g.install(c, slot); err != nil {
 		return fmt.Errorf("make a gate of network slot %s: install its nftables rules (the kernel needs nf_tables with tproxy, socket and queue): %w", slot.Name, err)
 	}
 	return nil
+}
+
+// install puts the rules in place. A kernel without nft_queue may have the older
+// way to have a packet wait; which one works is tried once.
+func (g *Gate) install(c *nftables.Conn, slot backend.Slot) error {
+	older := xt.Unknown(make([]byte, 8)) // queue 0
+	target := &expr.Target{Name: "NFQUEUE", Info: &older}
+	if g.older.Load() {
+		return install(c, slot, g.limits, target)
+	}
+	err := install(c, slot, g.limits, &expr.Queue{})
+	if err != nil && install(c, slot, g.limits, target) == nil {
+		g.older.Store(true)
+		return nil
+	}
+	return err
 }
 
 // allLocal has the kernel take packets to any address for its own, and lets it
@@ -102,19 +110,28 @@ func allLocal(slot backend.Slot) error {
 	return nil
 }
 
-// installed reports whether a namespace has the rules.
-func installed(c *nftables.Conn) (bool, error) {
+// find returns our table in a namespace, nil for none.
+func find(c *nftables.Conn) (*nftables.Table, error) {
 	tables, err := c.ListTablesOfFamily(nftables.TableFamilyINet)
 	if err != nil {
-		return false, fmt.Errorf("list nftables tables: %w", err)
+		return nil, fmt.Errorf("list nftables tables: %w", err)
 	}
 	for _, t := range tables {
 		if t.Name == tableName {
-			chains, err := c.ListChainsOfTableFamily(nftables.TableFamilyINet)
-			return len(chains) >= 3, err
+			return t, nil
 		}
 	}
-	return false, nil
+	return nil, nil
+}
+
+// installed reports whether a namespace has the rules.
+func installed(c *nftables.Conn) (bool, error) {
+	t, err := find(c)
+	if err != nil || t == nil {
+		return false, err
+	}
+	chains, err := c.ListChainsOfTableFamily(nftables.TableFamilyINet)
+	return len(chains) >= 3, err
 }
 
 // install puts the rules in place of any that are there, in one batch. queue is
@@ -137,8 +154,13 @@ func installed(c *nftables.Conn) (bool, error) {
 //	  marked as refused                                                    reject
 func install(c *nftables.Conn, slot backend.Slot, l Limits, queue expr.Any) error {
 	table := &nftables.Table{Name: tableName, Family: nftables.TableFamilyINet}
-	c.AddTable(table) // so that the next line has something to delete
-	c.DelTable(table)
+	old, err := find(c)
+	if err != nil {
+		return err
+	}
+	if old != nil { // to delete nothing would take the kernel 10 ms too
+		c.DelTable(old)
+	}
 	c.AddTable(table)
 	r := &ruleset{conn: c, table: table}
 	if err := r.first(slot, l, queue); err != nil {

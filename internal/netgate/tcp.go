@@ -57,9 +57,6 @@ func (gd *Guard) join(inside *net.TCPConn) {
 	})
 }
 
-// chunk is how many bytes are moved before they are counted.
-const chunk = 256 << 10
-
 // relay carries a connection to its end. An error says that it was broken off.
 func (gd *Guard) relay(f *flow, inside, outside *net.TCPConn) error {
 	if f.inspect {
@@ -109,7 +106,7 @@ func (gd *Guard) follow(f *flow, inside, outside *net.TCPConn) error {
 // moves them where it can.
 func carry(ctx context.Context, dst, src *net.TCPConn, p *pace, moved *atomic.Uint64) error {
 	for {
-		n, err := io.CopyN(dst, src, chunk)
+		n, err := io.CopyN(dst, src, p.chunk())
 		moved.Add(uint64(n))
 		if err == io.EOF {
 			return dst.CloseWrite()
