@@ -449,6 +449,12 @@ func startNode(t *testing.T, w *world, dir string, adapt func(*Config)) *node {
 // startNodeAt is startNode with a clock, nil for the machine's.
 func startNodeAt(t *testing.T, w *world, dir string, adapt func(*Config), now func() time.Time) *node {
 	t.Helper()
+	return startNodeWith(t, w, dir, adapt, func(d *Deps) { d.Now = now })
+}
+
+// startNodeWith is startNode with other neighbours than the world's.
+func startNodeWith(t *testing.T, w *world, dir string, adapt func(*Config), others func(*Deps)) *node {
+	t.Helper()
 	w.mu.Lock()
 	w.users = 0 // the store counts users of its own process only
 	w.mu.Unlock()
@@ -459,7 +465,9 @@ func startNodeAt(t *testing.T, w *world, dir string, adapt func(*Config), now fu
 	if err := cfg.Validate(); err != nil {
 		t.Fatal(err)
 	}
-	e := New(cfg, Deps{Backends: []backend.Backend{w}, Images: pictures{w}, Slots: w, Log: quietLog(t), Now: now})
+	deps := Deps{Backends: []backend.Backend{w}, Images: pictures{w}, Slots: w, Log: quietLog(t)}
+	others(&deps)
+	e := New(cfg, deps)
 	ctx, cancel := context.WithCancel(context.Background())
 	ran := make(chan error, 1)
 	go func() { ran <- e.Run(ctx) }()
