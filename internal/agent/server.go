@@ -1,7 +1,8 @@
 // Package agent is the server inside every sandbox: process 1 of the machine,
 // which runs its commands, moves its files and knows its identity. It speaks
 // E2B's envd contract (process.Process, filesystem.Filesystem, /files,
-// /health, /metrics, /envs) and our own agent.v1 and /archive on one port.
+// /health, /metrics, /envs) and our own agent.v1, /archive and /connect on one
+// port.
 //
 // It answers in the words of those contracts, so its errors are Connect
 // errors and {"code","message"} as E2B's clients read them. It limits nothing
@@ -164,6 +165,8 @@ func (s *Server) serveHTTP(w http.ResponseWriter, r *http.Request, id *identity)
 		s.pack(w, r)
 	case r.URL.Path == "/archive" && r.Method == http.MethodPost:
 		s.unpack(w, r)
+	case r.URL.Path == "/connect" && r.Method == http.MethodGet:
+		s.connect(w, r)
 	case r.URL.Path == "/metrics" && r.Method == http.MethodGet:
 		httpJSON(w, s.metrics(time.Now()))
 	case r.URL.Path == "/envs" && r.Method == http.MethodGet:

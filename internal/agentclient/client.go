@@ -116,6 +116,9 @@ func (t *tracked) Close() error {
 	return t.Conn.Close()
 }
 
+// NetConn returns the connection under it.
+func (t *tracked) NetConn() net.Conn { return t.Conn }
+
 // Transport returns what sends any request to the agent with the token, for
 // reverse proxies. The scheme and host of a request's URL do not matter.
 func (c *Client) Transport() http.RoundTripper { return roundTripper{c} }

@@ -50,6 +50,7 @@ var placed = map[string]layer{
 	"internal/ocispec":     capabilities,
 	"internal/reflink":     capabilities,
 	"internal/store":       capabilities,
+	"internal/tunnel":      capabilities,
 
 	"internal/apiserver": components,
 	"internal/ctl":       components,

@@ -51,8 +51,9 @@ type box struct {
 	pausing chan struct{} // closed when the pause that is under way is done; nil for none
 	waking  bool          // a resume is under way
 	use     usage
-	waiters int   // callers that wait for the create
-	failure error // how the create failed; set before created is closed
+	waiters int                               // callers that wait for the create
+	failure error                             // how the create failed; set before created is closed
+	tunnels map[*context.CancelCauseFunc]bool // how to cut each that is open
 }
 
 // origin is the state that a new machine begins with; zero for a fresh one.

@@ -59,3 +59,6 @@ func (c *connection) Close() error {
 	c.list.mu.Unlock()
 	return c.Conn.Close()
 }
+
+// NetConn returns the connection under it.
+func (c *connection) NetConn() net.Conn { return c.Conn }

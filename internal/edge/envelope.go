@@ -6,8 +6,6 @@ import (
 	"errors"
 	"io"
 
-	"connectrpc.com/connect"
-
 	"github.com/kernflux/opendsec/internal/fault"
 )
 
@@ -113,26 +111,11 @@ func (s *envelopes) Close() error { return s.from.Close() }
 
 // endEnvelope renders an error as the end of a stream.
 func endEnvelope(f *fault.Error) []byte {
-	type detail struct {
-		Type  string `json:"type"`
-		Value []byte `json:"value"`
-	}
-	type wireError struct {
-		Code    string   `json:"code"`
-		Message string   `json:"message"`
-		Details []detail `json:"details,omitempty"`
-	}
-	var ce *connect.Error
-	errors.As(fault.ToConnect(f), &ce)
-	out := wireError{Code: ce.Code().String(), Message: ce.Message()}
-	for _, d := range ce.Details() {
-		out.Details = append(out.Details, detail{d.Type(), d.Bytes()})
-	}
 	body, err := json.Marshal(struct {
-		Error wireError `json:"error"`
-	}{out})
+		Error json.RawMessage `json:"error"`
+	}{fault.ToJSON(f)})
 	if err != nil {
-		panic(err) // strings and bytes only
+		panic(err) // it is JSON
 	}
 	env := make([]byte, envelopeHead, envelopeHead+len(body))
 	env[0] = endFlag

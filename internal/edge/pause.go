@@ -66,6 +66,7 @@ func (e *Edge) pauseNow(ctx context.Context, b *box, idle *usage) (after func(),
 	if err != nil {
 		return nil, fmt.Errorf("pause sandbox %s: %w", b.id, err)
 	}
+	b.cutTunnels(pausedFault(b.id))
 	e.holding(b, true)
 	b.poke()
 	e.publish(b.status())

@@ -18,7 +18,7 @@ import (
 )
 
 // dataPlane is where sandboxes are reached: /sandboxes/ID/PATH goes to PATH of
-// the sandbox's agent.
+// the sandbox's agent, but for tunnelPath.
 const dataPlane = "/sandboxes/"
 
 // open lists what of the agent may be reached from outside: an exact path, or
@@ -60,6 +60,8 @@ type passage struct {
 	path  string
 	agent http.RoundTripper
 	body  io.Closer // the request's
+	// cancel ends it, for a reason.
+	cancel context.CancelCauseFunc
 }
 
 type passageKey struct{}
@@ -93,7 +95,12 @@ func (p *proxy) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 	id, path, _ := strings.Cut(strings.TrimPrefix(r.URL.Path, dataPlane), "/")
 	path = "/" + path
 	b, err := p.e.get(id)
-	if err == nil && !allowed(path) {
+	port := 0 // none: it is a call to the agent
+	switch {
+	case err != nil:
+	case strings.HasPrefix(path, tunnelPath):
+		port, err = checkTunnel(r, path)
+	case !allowed(path):
 		err = fault.New(fault.NotFound, "a sandbox has no %s to be reached from outside", path)
 	}
 	if err != nil {
@@ -111,7 +118,11 @@ func (p *proxy) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 	defer cancel(nil)
 	// A machine that is gone sends no word of it over a connection that is open.
 	defer context.AfterFunc(sp.ctx, func() { cancel(context.Cause(sp.ctx)) })()
-	ctx = context.WithValue(ctx, passageKey{}, &passage{b, sp, path, sp.agent.Transport(), r.Body})
+	ctx = context.WithValue(ctx, passageKey{}, &passage{b, sp, path, sp.agent.Transport(), r.Body, cancel})
+	if port != 0 {
+		p.tunnel(ctx, w, r, port)
+		return
+	}
 	// HTTP/1.1 reads no more of a request once an answer has begun, unless told to.
 	_ = http.NewResponseController(w).EnableFullDuplex() // HTTP/2 always does, and says "not supported"
 	p.reverse.ServeHTTP(w, r.WithContext(ctx))
