@@ -10,12 +10,14 @@ import (
 	"net/url"
 	"strings"
 	"sync"
+	"sync/atomic"
 	"time"
 
 	"github.com/kernflux/opendsec/internal/fault"
 	"github.com/kernflux/opendsec/internal/iam/role"
 	"github.com/kernflux/opendsec/internal/rpc"
 	"github.com/kernflux/opendsec/internal/sandbox"
+	"github.com/kernflux/opendsec/internal/tunnel"
 )
 
 // routeFresh is how long the data plane uses what it has read about a sandbox.
@@ -76,8 +78,8 @@ type dataPlane struct {
 }
 
 type (
-	routeKey struct{}
-	bodyKey  struct{} // of the request's body
+	routeKey  struct{}
+	unreadKey struct{} // of the function that ends the reading of the request
 )
 
 func newDataPlane(s *Server) *dataPlane {
@@ -86,10 +88,15 @@ func newDataPlane(s *Server) *dataPlane {
 		FlushInterval: -1,
 		BufferPool:    &buffers{},
 		// Over HTTP/2 an answer above 299 ends the sending of the body at each
-		// hop; a proxy that still waits for the rest of it would wait for ever.
+		// hop; a proxy that still waits for the rest of it would wait for ever. So
+		// it would after the end of a tunnel.
 		ModifyResponse: func(res *http.Response) error {
-			if res.StatusCode > 299 {
-				_ = res.Request.Context().Value(bodyKey{}).(io.Closer).Close() // it only unblocks a read
+			unread := res.Request.Context().Value(unreadKey{}).(func())
+			switch {
+			case res.StatusCode > 299:
+				unread()
+			case res.Header.Get("Content-Type") == tunnel.ContentType:
+				res.Body = &lastly{res.Body, unread}
 			}
 			return nil
 		},
@@ -112,9 +119,59 @@ func (d *dataPlane) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 	}
 	// HTTP/1.1 would otherwise read the whole request before the answer begins.
 	// HTTP/2 always allows both at once and says that it cannot be asked to.
-	_ = http.NewResponseController(w).EnableFullDuplex()
+	control := http.NewResponseController(w)
+	_ = control.EnableFullDuplex()
 	ctx := context.WithValue(r.Context(), routeKey{}, rt)
-	d.proxy.ServeHTTP(w, r.WithContext(context.WithValue(ctx, bodyKey{}, r.Body)))
+	body := r.Body
+	unread := func() { _ = body.Close() } // it only unblocks a read
+	if isTunnel(r.URL.Path) {
+		waited := &untilEnd{ReadCloser: body}
+		r.Body = waited
+		unread = func() {
+			// Over HTTP/1.1 closing a body waits for a read, which may last as long
+			// as the tunnel.
+			if !waited.ended.Load() {
+				_ = control.SetReadDeadline(time.Unix(1, 0))
+			}
+		}
+	}
+	d.proxy.ServeHTTP(w, r.WithContext(context.WithValue(ctx, unreadKey{}, unread)))
+}
+
+// isTunnel reports whether a path is that of a connection to a sandbox's port.
+func isTunnel(path string) bool {
+	_, rest, _ := strings.Cut(strings.TrimPrefix(path, dataPath), "/")
+	return strings.HasPrefix(rest, "tunnel/")
+}
+
+// untilEnd is a body that knows whether it has ended.
+type untilEnd struct {
+	io.ReadCloser
+	ended atomic.Bool
+}
+
+// Read reads.
+func (u *untilEnd) Read(p []byte) (int, error) {
+	n, err := u.ReadCloser.Read(p)
+	if err != nil {
+		u.ended.Store(true)
+	}
+	return n, err
+}
+
+// lastly does something at the end of a body.
+type lastly struct {
+	io.ReadCloser
+	do func()
+}
+
+// Read reads.
+func (l *lastly) Read(p []byte) (int, error) {
+	n, err := l.ReadCloser.Read(p)
+	if err != nil {
+		l.do()
+	}
+	return n, err
 }
 
 // admit finds the sandbox of a call and checks that the caller may use it.

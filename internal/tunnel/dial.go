@@ -27,10 +27,11 @@ type Conn struct {
 	up     *io.PipeWriter
 	cancel context.CancelCauseFunc
 	closed atomic.Bool
+	broke  chan struct{} // closed when err is one
 
 	reading sync.Mutex // held over a read; guards what follows
 	rest    uint32     // of the data frame that is being read
-	err     error      // comes from Read from now on
+	err     error      // comes from Read from now on; not changed once broke is closed
 	over    bool       // the last frame has come
 }
 
@@ -70,7 +71,7 @@ func Dial(ctx context.Context, via http.RoundTripper, url string, header http.He
 		cancel(err)
 		return nil, err
 	}
-	return &Conn{answer: res.Body, up: up, cancel: cancel}, nil
+	return &Conn{answer: res.Body, up: up, cancel: cancel, broke: make(chan struct{})}, nil
 }
 
 // refused reads the error of an answer that is no tunnel.
@@ -110,7 +111,7 @@ func (c *Conn) Read(p []byte) (int, error) {
 
 func (c *Conn) read(p []byte) (int, error) {
 	for c.rest == 0 && c.err == nil {
-		c.err = c.next()
+		c.fail(c.next())
 	}
 	if c.err != nil {
 		return 0, c.err
@@ -118,12 +119,20 @@ func (c *Conn) read(p []byte) (int, error) {
 	n, err := c.answer.Read(p[:min(len(p), int(c.rest))])
 	c.rest -= uint32(n)
 	if err != nil && (c.rest > 0 || !errors.Is(err, io.EOF)) {
-		c.err = broken(err)
+		c.fail(broken(err))
 	}
 	if n > 0 {
 		return n, nil
 	}
 	return 0, c.err
+}
+
+// fail has Read return the error, nil for none, from now on.
+func (c *Conn) fail(err error) {
+	c.err = err
+	if err != nil && !errors.Is(err, io.EOF) {
+		close(c.broke)
+	}
 }
 
 // next reads the head of a frame, and a frame whole that is not data.
@@ -161,8 +170,24 @@ func broken(err error) error {
 	return fault.New(fault.Unavailable, "the tunnel broke: %w", err)
 }
 
-// Write sends to the far side.
-func (c *Conn) Write(p []byte) (int, error) { return c.up.Write(p) }
+// graceToKnow is how long a write that failed waits for a reader to learn why.
+const graceToKnow = time.Second
+
+// Write sends to the far side. Where the tunnel was cut its error is Read's.
+func (c *Conn) Write(p []byte) (int, error) {
+	n, err := c.up.Write(p)
+	if err == nil || c.closed.Load() {
+		return n, err
+	}
+	grace := time.NewTimer(graceToKnow)
+	defer grace.Stop()
+	select {
+	case <-c.broke:
+		return n, c.err
+	case <-grace.C:
+		return n, err
+	}
+}
 
 // CloseWrite says that no more comes from this side.
 func (c *Conn) CloseWrite() error { return c.up.Close() }
@@ -181,7 +206,7 @@ func (c *Conn) Close() error {
 		c.reading.Lock()
 		defer c.reading.Unlock()
 		for c.rest == 0 && !c.over && (c.err == nil || errors.Is(c.err, io.EOF)) {
-			c.err = c.next()
+			c.fail(c.next())
 		}
 	}()
 	return nil
