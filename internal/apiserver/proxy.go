@@ -1,6 +1,7 @@
 package apiserver
 
 import (
+	"bytes"
 	"context"
 	"io"
 	"log"
@@ -79,28 +80,23 @@ type dataPlane struct {
 
 type (
 	routeKey  struct{}
-	unreadKey struct{} // of the function that ends the reading of the request
+	unreadKey struct{} // of an unread
 )
+
+// unread ends the reading of a request, and says whether that ends its answer
+// too.
+type unread struct {
+	stop func()
+	hard bool
+}
 
 func newDataPlane(s *Server) *dataPlane {
 	return &dataPlane{server: s, proxy: &httputil.ReverseProxy{
-		Transport:     s.deps.Edge.Transport,
-		FlushInterval: -1,
-		BufferPool:    &buffers{},
-		// Over HTTP/2 an answer above 299 ends the sending of the body at each
-		// hop; a proxy that still waits for the rest of it would wait for ever. So
-		// it would after the end of a tunnel.
-		ModifyResponse: func(res *http.Response) error {
-			unread := res.Request.Context().Value(unreadKey{}).(func())
-			switch {
-			case res.StatusCode > 299:
-				unread()
-			case res.Header.Get("Content-Type") == tunnel.ContentType:
-				res.Body = &lastly{res.Body, unread}
-			}
-			return nil
-		},
-		ErrorLog: quiet(s.log),
+		Transport:      s.deps.Edge.Transport,
+		FlushInterval:  -1,
+		BufferPool:     &buffers{},
+		ModifyResponse: readNoMore,
+		ErrorLog:       quiet(s.log),
 		Rewrite: func(r *httputil.ProxyRequest) {
 			rt := r.In.Context().Value(routeKey{}).(route)
 			r.Out.URL.Scheme, r.Out.URL.Host = rt.node.Scheme, rt.node.Host
@@ -111,31 +107,58 @@ func newDataPlane(s *Server) *dataPlane {
 	}}
 }
 
+// mostWords bounds an error that is read whole, in bytes.
+const mostWords = 64 << 10
+
+// readNoMore stops reading a request once its answer needs no more of it. Over
+// HTTP/2 an answer above 299 ends the sending of the body at each hop, and a
+// proxy that still waits for the rest of it would wait for ever; so it would
+// after the end of a tunnel.
+func readNoMore(res *http.Response) error {
+	request := res.Request.Context().Value(unreadKey{}).(unread)
+	switch {
+	case res.StatusCode > 299 && request.hard:
+		words, err := io.ReadAll(io.LimitReader(res.Body, mostWords))
+		if err != nil {
+			return err
+		}
+		res.Body.Close()
+		res.Body = io.NopCloser(bytes.NewReader(words))
+		request.stop()
+	case res.StatusCode > 299:
+		request.stop()
+	case res.Header.Get("Content-Type") == tunnel.ContentType:
+		res.Body = &lastly{res.Body, request.stop}
+	}
+	return nil
+}
+
 func (d *dataPlane) ServeHTTP(w http.ResponseWriter, r *http.Request) {
+	// HTTP/1.1 would otherwise read the whole request before the answer begins,
+	// be it a refusal. HTTP/2 always allows both at once and says that it cannot
+	// be asked to.
+	control := http.NewResponseController(w)
+	_ = control.EnableFullDuplex()
 	rt, err := d.admit(r)
 	if err != nil {
 		d.server.fail(w, r, err)
 		return
 	}
-	// HTTP/1.1 would otherwise read the whole request before the answer begins.
-	// HTTP/2 always allows both at once and says that it cannot be asked to.
-	control := http.NewResponseController(w)
-	_ = control.EnableFullDuplex()
 	ctx := context.WithValue(r.Context(), routeKey{}, rt)
 	body := r.Body
-	unread := func() { _ = body.Close() } // it only unblocks a read
+	reading := unread{stop: func() { _ = body.Close() }} // it only unblocks a read
 	if isTunnel(r.URL.Path) {
 		waited := &untilEnd{ReadCloser: body}
 		r.Body = waited
-		unread = func() {
-			// Over HTTP/1.1 closing a body waits for a read, which may last as long
-			// as the tunnel.
+		// Over HTTP/1.1 closing a body waits for a read, which may last as long as
+		// the tunnel.
+		reading = unread{hard: true, stop: func() {
 			if !waited.ended.Load() {
 				_ = control.SetReadDeadline(time.Unix(1, 0))
 			}
-		}
+		}}
 	}
-	d.proxy.ServeHTTP(w, r.WithContext(context.WithValue(ctx, unreadKey{}, unread)))
+	d.proxy.ServeHTTP(w, r.WithContext(context.WithValue(ctx, unreadKey{}, reading)))
 }
 
 // isTunnel reports whether a path is that of a connection to a sandbox's port.

@@ -19,6 +19,7 @@ All times are in seconds, all sizes in the unit of their name. All errors are
 from ._args import DSecRunArgs
 from ._async.client import DSecClient
 from ._async.images import Images
+from ._async.ports import Forward
 from ._async.sandbox import UNCHANGED, Sandbox, SandboxList
 from ._async.shells import BackgroundShell
 from ._values import (
@@ -73,6 +74,7 @@ __all__ = [
     "End",
     "FileInfo",
     "FileType",
+    "Forward",
     "Image",
     "Images",
     "InvalidArgumentError",

@@ -28,9 +28,12 @@ _REPORT = 1 << 20  # bytes between two reports
 
 
 class Bulk:
-    """The connections for large answers; made when first used."""
+    """Connections apart, for large answers or for tunnels; made when first used.
 
-    def __init__(self, secure: bool, certificates: bytes | None, silence: float) -> None:
+    ``silence`` is after how many seconds without a byte one counts as broken; None for never.
+    """
+
+    def __init__(self, secure: bool, certificates: bytes | None, silence: float | None) -> None:
         self._transport = SyncHTTPTransport(
             tls_ca_cert=certificates,
             tls_include_system_certs=secure and certificates is None,
@@ -102,10 +105,10 @@ class Fetch:
         try:
             body = iter(response.content)
             if response.status >= 400:
-                raise _wire.http_error(response.status, b"".join(_unbroken(body)))
+                raise _wire.http_error(response.status, b"".join(unbroken(body)))
             length = response.headers.get("content-length")
             self.total = None if length is None else int(length)
-            yield from self._counted(_unbroken(body))
+            yield from self._counted(unbroken(body))
         finally:
             opening.__exit__(None, None, None)
 
@@ -125,7 +128,7 @@ class Fetch:
             self._report(done, self.total)
 
 
-def _unbroken(body: Iterator[bytes | bytearray | memoryview]) -> Iterator[bytes]:
+def unbroken(body: Iterator[bytes | bytearray | memoryview]) -> Iterator[bytes]:
     """Yield the pieces of a body; raise ConnectError when it breaks off."""
     while True:
         try:

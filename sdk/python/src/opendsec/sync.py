@@ -41,6 +41,7 @@ from . import (
 )
 from ._sync.client import DSecClient
 from ._sync.images import Images
+from ._sync.ports import Forward
 from ._sync.sandbox import Sandbox, SandboxList
 from ._sync.shells import BackgroundShell
 
@@ -58,6 +59,7 @@ __all__ = [
     "End",
     "FileInfo",
     "FileType",
+    "Forward",
     "Image",
     "Images",
     "InvalidArgumentError",

@@ -64,6 +64,7 @@ class Connection:
         self.http = Client(self._transport)
         self._certificates = pem
         self._bulk: Bulk | None = None
+        self._tunnels: Bulk | None = None
         self._reached = False
         self._closed = False
         settle_at_exit()
@@ -71,8 +72,9 @@ class Connection:
     async def close(self) -> None:
         """Close what is open."""
         self._closed = True
-        if self._bulk is not None:
-            self._bulk.close()
+        for apart in (self._bulk, self._tunnels):
+            if apart is not None:
+                apart.close()
         await self._transport.aclose()
 
     def bulk(self) -> Bulk:
@@ -80,6 +82,12 @@ class Connection:
         if self._bulk is None:
             self._bulk = Bulk(self.addr.startswith("https://"), self._certificates, self.timeout)
         return self._bulk
+
+    def tunnels(self) -> Bulk:
+        """Return the connections for tunnels, which may be silent for as long as they like."""
+        if self._tunnels is None:
+            self._tunnels = Bulk(self.addr.startswith("https://"), self._certificates, None)
+        return self._tunnels
 
     async def call(
         self,

@@ -19,6 +19,7 @@ from .agent import Agent
 from .connection import Connection
 from .files import Files
 from .images import image_name, image_of
+from .ports import Ports
 from .shells import Shells
 
 
@@ -34,7 +35,7 @@ UNCHANGED: Final = _Unchanged()
 _MOST = 100  # sandboxes in one call
 
 
-class Sandbox(Shells, Files):
+class Sandbox(Shells, Files, Ports):
     """A sandbox.
 
     It comes from ``DSecClient.run_sandbox``, ``get`` and ``list``. Used with

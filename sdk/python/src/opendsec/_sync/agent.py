@@ -25,6 +25,7 @@ from .._gen.filesystem.filesystem_connect import FilesystemClientSync
 from .._gen.opendsec.v1 import sandbox_pb
 from .._gen.opendsec.v1.sandbox_connect import SandboxServiceClientSync
 from .._gen.process.process_connect import ProcessClientSync
+from .._relay import Relay
 from ..errors import ConnectionError, DSecError, SandboxEndedError, UnauthenticatedError
 from ._concurrent import next_within, reraise_cancelled, sleep
 from .connection import Connection, Unary
@@ -199,6 +200,11 @@ class Agent:
         """Return a large answer to be read."""
         url = f"{self._addr}{path}?{urlencode(query)}"
         return Fetch(self.conn.bulk().client, url, self.headers(user), report)
+
+    def relay(self, port: int, failed: Callable[[ConnectError], None]) -> Relay:
+        """Return a way from a local port to a port of the sandbox; failed is told why a connection did."""
+        url = f"{self._addr}/tunnel/{port}"
+        return Relay(lambda: self.conn.tunnels().client, url, self.conn.headers, failed)
 
     def pieces(self, response: SyncResponse) -> Iterator[bytes]:
         """Read an answer's body piece by piece; raise ConnectError when it breaks off."""

@@ -20,6 +20,7 @@ from .agent import Agent
 from .connection import Connection
 from .files import Files
 from .images import image_name, image_of
+from .ports import Ports
 from .shells import Shells
 
 
@@ -35,7 +36,7 @@ UNCHANGED: Final = _Unchanged()
 _MOST = 100  # sandboxes in one call
 
 
-class Sandbox(Shells, Files):
+class Sandbox(Shells, Files, Ports):
     """A sandbox.
 
     It comes from ``DSecClient.run_sandbox``, ``get`` and ``list``. Used with
