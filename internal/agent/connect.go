@@ -11,7 +11,7 @@ import (
 	"syscall"
 	"time"
 
-	"github.com/kernflux/opendsec/internal/tunnel"
+	"github.com/kernflux/opendsec/internal/tunnel/join"
 )
 
 // connectProtocol is what a connection becomes that /connect is asked for.
@@ -28,10 +28,11 @@ var errNothingListens = errors.New("nothing listens on it")
 // machine: GET /connect?port=N with an Upgrade. It takes a port and no address,
 // so that it leads nowhere else. A port on which nothing listens is status 502.
 func (s *Server) connect(w http.ResponseWriter, r *http.Request) {
-	port, err := tunnel.ParsePort(r.URL.Query().Get("port"))
+	asked := r.URL.Query().Get("port")
+	port, err := strconv.Atoi(asked)
 	switch {
-	case err != nil:
-		httpError(w, http.StatusBadRequest, err.Error())
+	case err != nil || port < 1 || port > 65535:
+		httpError(w, http.StatusBadRequest, fmt.Sprintf("port %q is not a number from 1 to 65535", asked))
 		return
 	case port == Port:
 		httpError(w, http.StatusBadRequest, fmt.Sprintf("port %d is the agent's own", port))
@@ -72,10 +73,10 @@ func (s *Server) join(w http.ResponseWriter, r *http.Request, server net.Conn) e
 		_, err = server.Write(early)
 	}
 	if err != nil {
-		tunnel.Break(server)
+		join.Break(server)
 		return err
 	}
-	return tunnel.Join(r.Context(), caller, server)
+	return join.Conns(r.Context(), caller, server)
 }
 
 // dialOwn connects to a server of this machine, at whichever of its addresses

@@ -17,6 +17,7 @@ import (
 	opendsecv1 "github.com/kernflux/opendsec/api/gen/opendsec/v1"
 	"github.com/kernflux/opendsec/internal/fault"
 	"github.com/kernflux/opendsec/internal/tunnel"
+	"github.com/kernflux/opendsec/internal/tunnel/join"
 )
 
 // tunnel opens a connection to a port of a sandbox.
@@ -145,8 +146,8 @@ func (a *App) forward(ctx context.Context, api *api, id string, forwards []forwa
 func lead(ctx context.Context, api *api, id string, port int, local net.Conn) error {
 	far, err := api.tunnel(ctx, id, port)
 	if err != nil {
-		tunnel.Break(local)
+		join.Break(local)
 		return err
 	}
-	return tunnel.Join(ctx, local, far)
+	return join.Conns(ctx, local, far)
 }

@@ -22,6 +22,7 @@ import (
 	"github.com/kernflux/opendsec/internal/fault"
 	"github.com/kernflux/opendsec/internal/sandbox"
 	"github.com/kernflux/opendsec/internal/tunnel"
+	"github.com/kernflux/opendsec/internal/tunnel/join"
 )
 
 // eachReal runs a test on a node, once for each backend.
@@ -88,7 +89,7 @@ func (n *node) mustConnect(t *testing.T, id sandbox.ID, port any) *tunnel.Conn {
 	if err != nil {
 		t.Fatalf("connect to port %v: %v", port, err)
 	}
-	t.Cleanup(func() { tunnel.Break(c) })
+	t.Cleanup(func() { join.Break(c) })
 	return c
 }
 
@@ -160,7 +161,7 @@ func TestRealTunnel(t *testing.T) {
 			if _, err := c.Write(make([]byte, 1000)); err != nil {
 				t.Fatal(err)
 			}
-			tunnel.Break(c)
+			join.Break(c)
 			var out bytes.Buffer
 			n.shell(id, "while [ ! -s /tmp/count ]; do sleep 0.01; done; cat /tmp/count", &out)
 			if !strings.Contains(out.String(), "reset") {
@@ -182,7 +183,7 @@ func (n *realNode) gigabyte(t *testing.T, id sandbox.ID) {
 		t.Fatalf("got %d bytes, then %v", got, err)
 	}
 	t.Logf("out of the sandbox: %.0f MB/s", (1<<30)/1e6/time.Since(begin).Seconds())
-	tunnel.Break(c)
+	join.Break(c)
 	c = n.mustConnect(t, id, 8012)
 	begin = time.Now()
 	if _, err := io.CopyN(onlyWrites{c}, zeros{}, 1<<30); err != nil {

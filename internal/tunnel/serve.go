@@ -8,12 +8,9 @@ import (
 	"net/http"
 	"time"
 
-	"golang.org/x/sys/unix"
-
 	"github.com/kernflux/opendsec/internal/fault"
+	"github.com/kernflux/opendsec/internal/tunnel/join"
 )
-
-const errNotConnected = unix.ENOTCONN
 
 // Serve answers a request with a tunnel to a connection, which it closes, and
 // returns when that is over. A request whose context ends breaks it, and its
@@ -21,7 +18,7 @@ const errNotConnected = unix.ENOTCONN
 // the error of another break.
 func Serve(w http.ResponseWriter, r *http.Request, conn net.Conn, explain func(error) *fault.Error) {
 	ctx := r.Context()
-	stop := context.AfterFunc(ctx, func() { Break(conn) })
+	stop := context.AfterFunc(ctx, func() { join.Break(conn) })
 	defer stop()
 	control := http.NewResponseController(w)
 	// HTTP/1.1 reads no more of a request once an answer has begun, unless told to.
@@ -30,14 +27,14 @@ func Serve(w http.ResponseWriter, r *http.Request, conn net.Conn, explain func(e
 	w.Header().Set("Cache-Control", "no-store")
 	w.WriteHeader(http.StatusOK)
 	if err := control.Flush(); err != nil {
-		Break(conn)
+		join.Break(conn)
 		return
 	}
 	sent := make(chan error, 1)
 	go func() { sent <- send(conn, r.Body) }()
 	err := deliver(w, control, conn)
 	if err != nil {
-		Break(conn)
+		join.Break(conn)
 		_ = control.SetReadDeadline(time.Unix(1, 0)) // ends the read of the request
 		if serr := <-sent; errors.Is(err, net.ErrClosed) && serr != nil {
 			err = serr // it came first
@@ -62,10 +59,10 @@ func send(conn net.Conn, body io.Reader) error {
 	defer buffers.Put(buf)
 	_, err := io.CopyBuffer(onlyWriter{conn}, body, buf[:])
 	if err == nil {
-		err = closeWrite(conn)
+		err = join.CloseWrite(conn)
 	}
 	if err != nil {
-		Break(conn)
+		join.Break(conn)
 	}
 	return err
 }
