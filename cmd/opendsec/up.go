@@ -22,6 +22,7 @@ func setupFlags(c *cobra.Command, s *install.Setup) {
 	c.Flags().StringVar(&s.State, "state", "", "directory of sandboxes, images and the database (default /data/opendsec where something is mounted at /data, else /var/lib/opendsec)")
 	c.Flags().StringVar(&s.Listen, "listen", "", "where the API listens (default "+install.DefaultListen+"); the two ports after it are used too")
 	c.Flags().StringArrayVar(&s.DNS, "dns", nil, "resolver that sandboxes' names are asked of, ADDR or ADDR:PORT; may be repeated (default those of /etc/resolv.conf)")
+	c.Flags().StringVar(&s.Domain, "domain", "", "domain whose names PORT-SANDBOX.DOMAIN all lead to the API, for addresses of servers in sandboxes (default none: they are below the API's own)")
 	c.Flags().StringVar(&s.Programs, "programs", ownDirectory(), "directory that holds opendsec-agent and opendsec-sentry")
 }
 

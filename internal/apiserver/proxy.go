@@ -161,10 +161,13 @@ func (d *dataPlane) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 	d.proxy.ServeHTTP(w, r.WithContext(context.WithValue(ctx, unreadKey{}, reading)))
 }
 
+// tunnelDir is where in a data plane connections to ports begin.
+const tunnelDir = "tunnel"
+
 // isTunnel reports whether a path is that of a connection to a sandbox's port.
 func isTunnel(path string) bool {
 	_, rest, _ := strings.Cut(strings.TrimPrefix(path, dataPath), "/")
-	return strings.HasPrefix(rest, "tunnel/")
+	return strings.HasPrefix(rest, tunnelDir+"/")
 }
 
 // untilEnd is a body that knows whether it has ended.
@@ -208,7 +211,7 @@ func (d *dataPlane) admit(r *http.Request) (route, error) {
 	if err != nil {
 		return route{}, unknownSandbox(name)
 	}
-	rt, err := d.find(r.Context(), id)
+	rt, err := d.server.route(r.Context(), id)
 	if err != nil {
 		return route{}, err
 	}
@@ -221,18 +224,19 @@ func (d *dataPlane) admit(r *http.Request) (route, error) {
 	return rt, nil
 }
 
-func (d *dataPlane) find(ctx context.Context, id sandbox.ID) (route, error) {
-	now := d.server.deps.Now()
-	if rt, ok := d.server.routes.get(id, now); ok {
+// route returns where the calls to a sandbox go.
+func (s *Server) route(ctx context.Context, id sandbox.ID) (route, error) {
+	now := s.deps.Now()
+	if rt, ok := s.routes.get(id, now); ok {
 		return rt, nil
 	}
-	sb, err := d.server.load(ctx, id)
+	sb, err := s.load(ctx, id)
 	if err != nil {
 		return route{}, err
 	}
 	rt := route{project: sb.Project, end: sb.End, until: now.Add(routeFresh)}
 	if sb.End == nil {
-		address, err := d.server.nodes.of(ctx, sb.Node)
+		address, err := s.nodes.of(ctx, sb.Node)
 		if err != nil {
 			return route{}, err
 		}
@@ -240,7 +244,7 @@ func (d *dataPlane) find(ctx context.Context, id sandbox.ID) (route, error) {
 			return route{}, fault.New(fault.Internal, "address %q of node %s: %w", address, sb.Node, err)
 		}
 	}
-	d.server.routes.put(id, rt)
+	s.routes.put(id, rt)
 	return rt, nil
 }
 

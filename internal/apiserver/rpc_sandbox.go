@@ -2,9 +2,11 @@ package apiserver
 
 import (
 	"context"
+	"time"
 
 	"connectrpc.com/connect"
 	"google.golang.org/protobuf/types/known/durationpb"
+	"google.golang.org/protobuf/types/known/timestamppb"
 
 	opendsecv1 "github.com/kernflux/opendsec/api/gen/opendsec/v1"
 	"github.com/kernflux/opendsec/api/gen/opendsec/v1/opendsecv1connect"
@@ -247,6 +249,24 @@ func (h sandboxRPC) PackDiff(ctx context.Context, req *connect.Request[opendsecv
 		return nil, err
 	}
 	return connect.NewResponse(&opendsecv1.PackDiffResponse{Image: image}), nil
+}
+
+func (h sandboxRPC) GetURL(ctx context.Context, req *connect.Request[opendsecv1.GetURLRequest]) (*connect.Response[opendsecv1.GetURLResponse], error) {
+	ttl := time.Duration(0)
+	if p := req.Msg.GetTtl(); p != nil {
+		var err error
+		if ttl, err = durationFromProto("ttl", p); err != nil {
+			return nil, err
+		}
+		if ttl == 0 {
+			return nil, fault.Invalid("ttl", "ttl must not be 0; leave it out for a day")
+		}
+	}
+	made, err := h.s.getURL(ctx, req.Msg.GetId(), int64(req.Msg.GetPort()), ttl)
+	if err != nil {
+		return nil, err
+	}
+	return connect.NewResponse(&opendsecv1.GetURLResponse{Url: made.address, ExpiresAt: timestamppb.New(made.expires)}), nil
 }
 
 func (h sandboxRPC) snapshot(ctx context.Context, id, name string, filesOnly bool) (*opendsecv1.Image, error) {

@@ -21,6 +21,7 @@ import (
 	"github.com/kernflux/opendsec/api/gen/iam/v1/iamv1connect"
 	"github.com/kernflux/opendsec/api/gen/opendsec/v1/opendsecv1connect"
 	"github.com/kernflux/opendsec/internal/fault"
+	"github.com/kernflux/opendsec/internal/ingress"
 	"github.com/kernflux/opendsec/internal/rpc"
 	"github.com/kernflux/opendsec/internal/store"
 )
@@ -36,6 +37,10 @@ type Config struct {
 	// the rest to the watcher; 0 means 20 s, which is longer than a node waits
 	// for itself.
 	StopTimeout time.Duration
+	// Domain is below which servers in sandboxes have names of their own, all of
+	// which lead here: "sandboxes.example.com", with a port where that is not the
+	// one by which callers reach the API. "" means that there are no such names.
+	Domain string
 	// Version is what GetVersion answers.
 	Version string
 }
@@ -48,6 +53,9 @@ func (c Config) Validate() error {
 	}
 	if c.CPUOvercommit < 0 {
 		faults = append(faults, errors.New("cpu_overcommit: must not be negative"))
+	}
+	if err := ingress.CheckDomain(c.Domain); err != nil {
+		faults = append(faults, err)
 	}
 	return errors.Join(faults...)
 }
@@ -69,6 +77,7 @@ type Server struct {
 	door   *door
 	edges  *edges
 	routes *routes
+	urls   *urls
 	nodes  *nodeTable
 	errors *connect.ErrorWriter
 	making claims
@@ -88,7 +97,7 @@ func New(cfg Config, deps Deps) *Server {
 	}
 	passID := connect.WithInterceptors(rpc.Interceptor(deps.Log))
 	auth := iamv1connect.NewAuthClient(deps.IAM, "https://"+cfg.IAMAddress, passID)
-	return &Server{
+	s := &Server{
 		cfg: cfg, deps: deps, log: deps.Log,
 		door:   newDoor(auth, deps.Now),
 		edges:  newEdges(deps.Edge, passID),
@@ -96,6 +105,8 @@ func New(cfg Config, deps Deps) *Server {
 		nodes:  &nodeTable{db: deps.DB, now: deps.Now, overcommit: cfg.CPUOvercommit},
 		errors: connect.NewErrorWriter(),
 	}
+	s.urls = newURLs(s)
+	return s
 }
 
 // maxMessage bounds a request of the API, in bytes; the data plane has no bound.
@@ -127,7 +138,10 @@ func (s *Server) Handler() http.Handler {
 	return withRequestID(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		// Not by the mux: it would redirect paths that it finds unclean, and
 		// what they mean is the agent's matter.
-		if strings.HasPrefix(r.URL.Path, dataPath) {
+		switch {
+		case s.urls.serve(w, r):
+			return
+		case strings.HasPrefix(r.URL.Path, dataPath):
 			data.ServeHTTP(w, r)
 			return
 		}
@@ -141,7 +155,7 @@ func withRequestID(next http.Handler) http.Handler {
 	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		ctx := rpc.WithRequestID(r.Context(), r.Header)
 		r.Header.Set(rpc.Header, rpc.RequestID(ctx))
-		next.ServeHTTP(w, r.WithContext(ctx))
+		next.ServeHTTP(w, r.WithContext(withHost(ctx, r.Host)))
 	})
 }
 

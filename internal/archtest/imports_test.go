@@ -41,6 +41,7 @@ var placed = map[string]layer{
 	"internal/durable":     capabilities,
 	"internal/edgetest":    capabilities, // an edge for tests, without the real one
 	"internal/iam/role":    capabilities,
+	"internal/ingress":     capabilities,
 	"internal/iam/token":   capabilities,
 	"internal/image":       capabilities,
 	"internal/machine":     capabilities,

@@ -10,9 +10,11 @@ import (
 	"strconv"
 	"strings"
 	"sync"
+	"time"
 
 	"connectrpc.com/connect"
 	"github.com/spf13/cobra"
+	"google.golang.org/protobuf/types/known/durationpb"
 
 	opendsecv1 "github.com/kernflux/opendsec/api/gen/opendsec/v1"
 	"github.com/kernflux/opendsec/internal/fault"
@@ -24,6 +26,35 @@ import (
 func (p *api) tunnel(ctx context.Context, id string, port int) (net.Conn, error) {
 	to := p.addr + "/sandboxes/" + url.PathEscape(id) + "/tunnel/" + strconv.Itoa(port)
 	return tunnel.Dial(ctx, p.http.Transport, to, http.Header{"Authorization": {"Bearer " + p.token}})
+}
+
+func (a *App) sandboxURLCommand() *cobra.Command {
+	var ttl time.Duration
+	c := &cobra.Command{
+		Use: "url ID PORT", Short: "Print an address by which anybody who knows it reaches an HTTP server in a sandbox",
+		Long: `Print an address of an HTTP server in a sandbox, for a browser or any other client.
+It is a secret: who has it may use the port, until it expires or the sandbox ends.`,
+		Args: cobra.ExactArgs(2),
+		RunE: a.with(func(c *cobra.Command, api *api, args []string) error {
+			port, err := tunnel.ParsePort(args[1])
+			if err != nil {
+				return usage(err)
+			}
+			res, err := api.sandboxes.GetURL(c.Context(), connect.NewRequest(&opendsecv1.GetURLRequest{
+				Id: args[0], Port: uint32(port), Ttl: durationpb.New(ttl),
+			}))
+			if err != nil {
+				return err
+			}
+			if a.output == "json" {
+				return a.printJSON(res.Msg)
+			}
+			_, err = fmt.Fprintln(a.Stdout, res.Msg.GetUrl())
+			return err
+		}),
+	}
+	c.Flags().DurationVar(&ttl, "ttl", 24*time.Hour, "how long it is good for, up to 720h")
+	return c
 }
 
 // forward is a local port and the sandbox's port that it leads to.

@@ -20,6 +20,7 @@ import (
 	"github.com/kernflux/opendsec/internal/daemon"
 	"github.com/kernflux/opendsec/internal/edge"
 	"github.com/kernflux/opendsec/internal/iam"
+	"github.com/kernflux/opendsec/internal/ingress"
 	"github.com/kernflux/opendsec/internal/mtls"
 	"github.com/kernflux/opendsec/internal/program"
 	"github.com/kernflux/opendsec/internal/program/runapi"
@@ -45,6 +46,9 @@ type Setup struct {
 	DNS []string
 	// Programs is the directory that holds opendsec-agent and opendsec-sentry.
 	Programs string
+	// Domain is below which servers in sandboxes have names of their own; ""
+	// keeps the present one, or takes none.
+	Domain string
 }
 
 // DefaultOps is where quickstart keeps the configuration.
@@ -139,6 +143,9 @@ func Init(ctx context.Context, s Setup) (*Installation, error) {
 	}
 	if len(s.DNS) > 0 {
 		in.Edge.Network.DNS = s.DNS
+	}
+	if s.Domain != "" {
+		in.APIServer.Domain = s.Domain
 	}
 	// What is wrong is found before anything is written.
 	for _, server := range in.servers() {
@@ -312,6 +319,9 @@ func (in *Installation) certificates() error {
 	public := hosts
 	if host, _, err := net.SplitHostPort(in.APIServer.Listen); err == nil {
 		public = append(public, machineNames(host)...)
+	}
+	if in.APIServer.Domain != "" {
+		public = append(public, ingress.Wildcard(in.APIServer.Domain))
 	}
 	for _, s := range in.servers() {
 		names := hosts

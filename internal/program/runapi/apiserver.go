@@ -11,6 +11,7 @@ import (
 
 	"github.com/kernflux/opendsec/internal/apiserver"
 	"github.com/kernflux/opendsec/internal/daemon"
+	"github.com/kernflux/opendsec/internal/ingress"
 	"github.com/kernflux/opendsec/internal/mtls"
 	"github.com/kernflux/opendsec/internal/program"
 	"github.com/kernflux/opendsec/internal/store"
@@ -27,6 +28,9 @@ type Server struct {
 	IAM string `json:"iam"`
 	// CPUOvercommit is that of the edges; 0 means 8.
 	CPUOvercommit float64 `json:"cpu_overcommit,omitempty"`
+	// Domain is below which servers in sandboxes have names of their own, all of
+	// which lead here; "" for none.
+	Domain string `json:"domain,omitempty"`
 }
 
 // Component returns "apiserver".
@@ -40,6 +44,9 @@ func (c *Server) Validate() error {
 	}
 	if c.CPUOvercommit < 0 {
 		faults = append(faults, fmt.Errorf("cpu_overcommit: %v must not be negative", c.CPUOvercommit))
+	}
+	if err := ingress.CheckDomain(c.Domain); err != nil {
+		faults = append(faults, err)
 	}
 	return errors.Join(faults...)
 }
@@ -59,7 +66,7 @@ func (c *Server) Run(ctx context.Context, log *slog.Logger) error {
 	defer toIAM.CloseIdleConnections()
 	defer toEdge.CloseIdleConnections()
 	server := apiserver.New(
-		apiserver.Config{IAMAddress: c.IAM, CPUOvercommit: c.CPUOvercommit, Version: daemon.Version},
+		apiserver.Config{IAMAddress: c.IAM, CPUOvercommit: c.CPUOvercommit, Domain: c.Domain, Version: daemon.Version},
 		apiserver.Deps{DB: db, IAM: toIAM, Edge: toEdge, Log: log})
 	log.Info("serving", "address", ln.Addr())
 	return daemon.Serve(ctx, daemon.Server{Listener: ln, TLS: id.PublicConfig(), Handler: server.Handler(), Log: log})

@@ -53,6 +53,7 @@ func Run(t *testing.T, newDatabase func(t testing.TB) (address string)) {
 		"LastAdmin":             testLastAdmin,
 		"Tokens":                testTokens,
 		"ChangeAndAudit":        testChange,
+		"Secret":                testSecret,
 	} {
 		t.Run(name, func(t *testing.T) { test(t, open(t)) })
 	}

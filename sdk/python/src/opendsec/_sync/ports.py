@@ -9,11 +9,15 @@ from typing import Any
 
 from connectrpc.errors import ConnectError
 
-from .._args import invalid
+from .. import _wire
+from .._args import invalid, seconds
+from .._gen.opendsec.v1 import sandbox_pb
+from .._gen.opendsec.v1.sandbox_connect import SandboxServiceClientSync
 from .._relay import Relay
 from ..errors import DSecError
 from ._concurrent import from_thread, to_thread
 from .agent import Agent
+from .connection import Connection
 
 ErrorCallback = Callable[[DSecError], Any]
 
@@ -22,6 +26,34 @@ class Ports:
     """The part of a sandbox that leads to servers in it."""
 
     _agent: Agent
+    _conn: Connection
+    _api: SandboxServiceClientSync
+
+    def get_url(self, port: int, *, ttl: float = 86400.0) -> str:
+        """Return an address by which anything reaches an HTTP server in the sandbox, such as a browser.
+
+        It ends with a slash, so that a path can be added to it, and serves
+        WebSockets too, as ``wss://``. It is a secret: whoever has it may use the
+        port, without a token, until it expires or the sandbox ends. Pages that
+        need cookies, storage or links from the root want a server with a domain
+        for sandboxes; for all else, and for other than HTTP, there is ``forward``.
+
+        Args:
+            port: the server's, 1 to 65535. Nothing needs to listen there yet.
+            ttl: seconds for which the address is good, up to 30 days.
+
+        Raises:
+            InvalidArgumentError: port is no port, or ttl is too long.
+            SandboxEndedError: it has ended.
+        """
+        check_port("port", port, 1)
+        if ttl is None:
+            raise invalid("ttl", "None is no time; give seconds, up to 30 days")
+        request = sandbox_pb.GetURLRequest(
+            id=self._agent.id, port=port, ttl=_wire.duration(seconds("ttl", ttl))
+        )
+        answer = self._conn.call(self._api.get_url, request)
+        return answer.url
 
     def forward(
         self,

@@ -16,7 +16,7 @@ from connectrpc.server import ConnectASGIApplication, ConnectWSGIApplication, DE
 from protobuf import DescService
 
 from . import sandbox_pb
-from .sandbox_pb import CreateSandboxRequest, CreateSandboxResponse, CreateSandboxesRequest, CreateSandboxesResponse, CreateSnapshotRequest, CreateSnapshotResponse, ExplainNetworkRequest, ExplainNetworkResponse, ForkSandboxRequest, ForkSandboxResponse, GetMetricsRequest, GetMetricsResponse, GetSandboxRequest, GetSandboxResponse, ListDeniedRequest, ListDeniedResponse, ListSandboxesRequest, ListSandboxesResponse, PackDiffRequest, PackDiffResponse, PauseSandboxRequest, PauseSandboxResponse, RefreshSandboxRequest, RefreshSandboxResponse, ResumeSandboxRequest, ResumeSandboxResponse, SetTTLRequest, SetTTLResponse, StopSandboxRequest, StopSandboxResponse, UpdateNetworkRequest, UpdateNetworkResponse
+from .sandbox_pb import CreateSandboxRequest, CreateSandboxResponse, CreateSandboxesRequest, CreateSandboxesResponse, CreateSnapshotRequest, CreateSnapshotResponse, ExplainNetworkRequest, ExplainNetworkResponse, ForkSandboxRequest, ForkSandboxResponse, GetMetricsRequest, GetMetricsResponse, GetSandboxRequest, GetSandboxResponse, GetURLRequest, GetURLResponse, ListDeniedRequest, ListDeniedResponse, ListSandboxesRequest, ListSandboxesResponse, PackDiffRequest, PackDiffResponse, PauseSandboxRequest, PauseSandboxResponse, RefreshSandboxRequest, RefreshSandboxResponse, ResumeSandboxRequest, ResumeSandboxResponse, SetTTLRequest, SetTTLResponse, StopSandboxRequest, StopSandboxResponse, UpdateNetworkRequest, UpdateNetworkResponse
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Iterable, Mapping
@@ -134,6 +134,13 @@ class SandboxService(Protocol):
     async def list_denied(self, request: ListDeniedRequest, ctx: RequestContext[ListDeniedRequest, ListDeniedResponse], /) -> ListDeniedResponse:
         """
         ListDenied returns what a sandbox was denied on the network lately.
+        """
+        raise ConnectError(Code.UNIMPLEMENTED, 'Not implemented')
+
+    async def get_url(self, request: GetURLRequest, ctx: RequestContext[GetURLRequest, GetURLResponse], /) -> GetURLResponse:
+        """
+        GetURL returns an address by which anybody who knows it reaches a server in
+        a sandbox over HTTP or WebSocket, until it expires or the sandbox ends.
         """
         raise ConnectError(Code.UNIMPLEMENTED, 'Not implemented')
 
@@ -314,6 +321,16 @@ class SandboxServiceASGIApplication(ConnectASGIApplication[SandboxService]):
                         idempotency_level=IdempotencyLevel.UNKNOWN,
                     ),
                     function=svc.list_denied,
+                ),
+                "/opendsec.v1.SandboxService/GetURL": Endpoint.unary(
+                    method=MethodInfo(
+                        name="GetURL",
+                        service_name="opendsec.v1.SandboxService",
+                        input=GetURLRequest,
+                        output=GetURLResponse,
+                        idempotency_level=IdempotencyLevel.UNKNOWN,
+                    ),
+                    function=svc.get_url,
                 ),
             },
             interceptors=interceptors,
@@ -710,6 +727,30 @@ class SandboxServiceClient(ConnectClient):
             timeout_ms=timeout_ms,
         )
 
+    async def get_url(
+        self,
+        request: GetURLRequest,
+        *,
+        headers: Headers | Mapping[str, str] | None = None, 
+        timeout_ms: int | None = None,
+    ) -> GetURLResponse:
+        """
+        GetURL returns an address by which anybody who knows it reaches a server in
+        a sandbox over HTTP or WebSocket, until it expires or the sandbox ends.
+        """
+        return await self.execute_unary(
+            request=request,
+            method=MethodInfo(
+                name="GetURL",
+                service_name="opendsec.v1.SandboxService",
+                input=GetURLRequest,
+                output=GetURLResponse,
+                idempotency_level=IdempotencyLevel.UNKNOWN,
+            ),
+            headers=headers,
+            timeout_ms=timeout_ms,
+        )
+
 class SandboxServiceSync(Protocol):
     """
     SandboxService makes, finds and ends sandboxes. A call without a right in
@@ -817,6 +858,13 @@ class SandboxServiceSync(Protocol):
     def list_denied(self, request: ListDeniedRequest, ctx: RequestContext[ListDeniedRequest, ListDeniedResponse], /) -> ListDeniedResponse:
         """
         ListDenied returns what a sandbox was denied on the network lately.
+        """
+        raise ConnectError(Code.UNIMPLEMENTED, 'Not implemented')
+
+    def get_url(self, request: GetURLRequest, ctx: RequestContext[GetURLRequest, GetURLResponse], /) -> GetURLResponse:
+        """
+        GetURL returns an address by which anybody who knows it reaches a server in
+        a sandbox over HTTP or WebSocket, until it expires or the sandbox ends.
         """
         raise ConnectError(Code.UNIMPLEMENTED, 'Not implemented')
 
@@ -995,6 +1043,16 @@ class SandboxServiceWSGIApplication(ConnectWSGIApplication):
                         idempotency_level=IdempotencyLevel.UNKNOWN,
                     ),
                     function=service.list_denied,
+                ),
+                "/opendsec.v1.SandboxService/GetURL": EndpointSync.unary(
+                    method=MethodInfo(
+                        name="GetURL",
+                        service_name="opendsec.v1.SandboxService",
+                        input=GetURLRequest,
+                        output=GetURLResponse,
+                        idempotency_level=IdempotencyLevel.UNKNOWN,
+                    ),
+                    function=service.get_url,
                 ),
             },
             interceptors=interceptors,
@@ -1370,6 +1428,29 @@ class SandboxServiceClientSync(ConnectClientSync):
                 service_name="opendsec.v1.SandboxService",
                 input=ListDeniedRequest,
                 output=ListDeniedResponse,
+                idempotency_level=IdempotencyLevel.UNKNOWN,
+            ),
+            headers=headers,
+            timeout_ms=timeout_ms,
+        )
+    def get_url(
+        self,
+        request: GetURLRequest,
+        *,
+        headers: Headers | Mapping[str, str] | None = None, 
+        timeout_ms: int | None = None,
+    ) -> GetURLResponse:
+        """
+        GetURL returns an address by which anybody who knows it reaches a server in
+        a sandbox over HTTP or WebSocket, until it expires or the sandbox ends.
+        """
+        return self.execute_unary(
+            request=request,
+            method=MethodInfo(
+                name="GetURL",
+                service_name="opendsec.v1.SandboxService",
+                input=GetURLRequest,
+                output=GetURLResponse,
                 idempotency_level=IdempotencyLevel.UNKNOWN,
             ),
             headers=headers,

@@ -1,0 +1,165 @@
+package apiserver
+
+import (
+	"context"
+	"net"
+	"net/http"
+	"strconv"
+	"sync"
+	"time"
+
+	"github.com/kernflux/opendsec/internal/backend"
+	"github.com/kernflux/opendsec/internal/fault"
+	"github.com/kernflux/opendsec/internal/iam/role"
+	"github.com/kernflux/opendsec/internal/ingress"
+	"github.com/kernflux/opendsec/internal/rpc"
+	"github.com/kernflux/opendsec/internal/tunnel"
+)
+
+// How long an address of a server in a sandbox may be good for.
+const (
+	leastURL   = time.Second
+	defaultURL = 24 * time.Hour
+	mostURL    = 30 * 24 * time.Hour
+)
+
+// urlSecret names the secret that addresses are signed with.
+const urlSecret = "urls"
+
+// urls answers those who come by an address of a server in a sandbox. They need
+// no token of the API's: the address has its own.
+type urls struct {
+	server *Server
+	proxy  *ingress.Proxy
+
+	mu  sync.Mutex // guards key
+	key ingress.Key
+}
+
+func newURLs(s *Server) *urls {
+	u := &urls{server: s}
+	u.proxy = ingress.New(u.dial, s.log)
+	return u
+}
+
+// signing returns the key, which is read from the database once.
+func (u *urls) signing(ctx context.Context) (ingress.Key, error) {
+	u.mu.Lock()
+	defer u.mu.Unlock()
+	if u.key == nil {
+		key, err := u.server.deps.DB.Secret(ctx, urlSecret)
+		if err != nil {
+			return nil, err
+		}
+		u.key = key
+	}
+	return u.key, nil
+}
+
+// serve answers a request if it is for a server in a sandbox.
+func (u *urls) serve(w http.ResponseWriter, r *http.Request) bool {
+	v, ok := ingress.Find(r, u.server.cfg.Domain)
+	if !ok {
+		return false
+	}
+	done, err := u.admit(w, r, v)
+	switch {
+	case err != nil:
+		told := rpc.Fault(r.Context(), err)
+		u.server.log.Debug("refused a visit", "sandbox", v.Sandbox, "port", v.Port, "request_id", told.RequestID, "error", err)
+		w.Header().Set(rpc.Header, told.RequestID)
+		u.proxy.Refuse(w, told)
+	case !done:
+		r.Header.Del(rpc.Header) // ours, of the server's affair it is none
+		u.proxy.Serve(w, r, v)
+	}
+	return true
+}
+
+// admit checks the token of a visit first, so that who has none learns nothing.
+func (u *urls) admit(w http.ResponseWriter, r *http.Request, v ingress.Visit) (done bool, err error) {
+	if v.Target == (ingress.Target{}) {
+		return false, fault.New(fault.NotFound, "this is no address of a server in a sandbox; ask for one with get_url")
+	}
+	key, err := u.signing(r.Context())
+	if err != nil {
+		return false, err
+	}
+	if done, err = key.Admit(w, r, v, u.server.deps.Now()); done || err != nil {
+		return done, err
+	}
+	rt, err := u.server.route(r.Context(), v.Sandbox)
+	if err == nil && rt.end != nil {
+		err = ended(v.Sandbox, *rt.end)
+	}
+	return false, err
+}
+
+// dial connects to a port of a sandbox.
+func (u *urls) dial(ctx context.Context, t ingress.Target) (net.Conn, error) {
+	rt, err := u.server.route(ctx, t.Sandbox)
+	if err != nil {
+		return nil, err
+	}
+	if rt.end != nil {
+		return nil, ended(t.Sandbox, *rt.end)
+	}
+	to := rt.node.JoinPath(dataPath, string(t.Sandbox), tunnelDir, strconv.Itoa(t.Port))
+	return tunnel.Dial(ctx, u.server.deps.Edge.Transport, to.String(), nil)
+}
+
+// madeURL is an address, and when it ends.
+type madeURL struct {
+	address string
+	expires time.Time
+}
+
+// getURL returns the address of a port of a sandbox, for a caller that reached
+// the API by a host.
+func (s *Server) getURL(ctx context.Context, id string, port int64, ttl time.Duration) (madeURL, error) {
+	if ttl == 0 {
+		ttl = defaultURL
+	}
+	if err := checkURL(port, ttl); err != nil {
+		return madeURL{}, err
+	}
+	sb, err := s.find(ctx, id, role.Developer)
+	if err != nil {
+		return madeURL{}, err
+	}
+	if sb.End != nil {
+		return madeURL{}, ended(sb.ID, *sb.End)
+	}
+	key, err := s.urls.signing(ctx)
+	if err != nil {
+		return madeURL{}, err
+	}
+	t := ingress.Target{Sandbox: sb.ID, Port: int(port)}
+	until := s.deps.Now().Add(ttl).Truncate(time.Second)
+	return madeURL{ingress.Address(t, key.Sign(t, until), s.cfg.Domain, hostOf(ctx)), until}, nil
+}
+
+func checkURL(port int64, ttl time.Duration) error {
+	if err := tunnel.CheckPort(port); err != nil {
+		return err
+	}
+	if port == backend.AgentPort {
+		return fault.Invalid("port", "port %d is that of the sandbox's agent; it is reached by the API", port)
+	}
+	if ttl < leastURL || ttl > mostURL {
+		return fault.Invalid("ttl", "ttl must be from %s to %s, not %s", leastURL, mostURL, ttl)
+	}
+	return nil
+}
+
+type hostKey struct{}
+
+// withHost keeps by what a caller reached the API.
+func withHost(ctx context.Context, host string) context.Context {
+	return context.WithValue(ctx, hostKey{}, host)
+}
+
+func hostOf(ctx context.Context) string {
+	host, _ := ctx.Value(hostKey{}).(string)
+	return host
+}
