@@ -151,15 +151,18 @@ func (d *dataPlane) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 		waited := &untilEnd{ReadCloser: body}
 		r.Body = waited
 		// Over HTTP/1.1 closing a body waits for a read, which may last as long as
-		// the tunnel.
+		// the tunnel; and what was said last is lost if it does not wait at all.
 		reading = unread{hard: true, stop: func() {
 			if !waited.ended.Load() {
-				_ = control.SetReadDeadline(time.Unix(1, 0))
+				_ = control.SetReadDeadline(time.Now().Add(lastWords))
 			}
 		}}
 	}
 	d.proxy.ServeHTTP(w, r.WithContext(context.WithValue(ctx, unreadKey{}, reading)))
 }
+
+// lastWords is how long a caller that sends may take to see that a tunnel is over.
+const lastWords = time.Second
 
 // tunnelDir is where in a data plane connections to ports begin.
 const tunnelDir = "tunnel"

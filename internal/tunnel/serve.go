@@ -33,23 +33,44 @@ func Serve(w http.ResponseWriter, r *http.Request, conn net.Conn, explain func(e
 	sent := make(chan error, 1)
 	go func() { sent <- send(conn, r.Body) }()
 	err := deliver(w, control, conn)
-	if err != nil {
-		join.Break(conn)
-		_ = control.SetReadDeadline(time.Unix(1, 0)) // ends the read of the request
-		if serr := <-sent; errors.Is(err, net.ErrClosed) && serr != nil {
-			err = serr // it came first
+	switch {
+	case err == nil:
+		if err = <-sent; err == nil {
+			conn.Close()
+			_, _ = w.Write(end(nil)) // the caller may be gone
+			return
 		}
-	} else {
-		err = <-sent
+		sent <- err
+	case errors.Is(err, net.ErrClosed) && ctx.Err() == nil:
+		err = <-sent // which broke it
+		sent <- err
 	}
-	conn.Close()
+	join.Break(conn)
+	_, _ = w.Write(end(explain(err))) // the caller may be gone
+	_ = control.Flush()
+	if r.ProtoMajor > 1 {
+		_ = control.SetReadDeadline(time.Unix(1, 0)) // ends the read of the request
+		<-sent
+		return
+	}
+	// Over HTTP/1.1 a server that closes while something comes loses what it said last.
+	_ = control.SetReadDeadline(time.Now().Add(lastWords))
+	<-sent
+	_, _ = io.Copy(io.Discard, r.Body)
+}
+
+// lastWords is how long a caller that sends may take to see that all is over.
+const lastWords = time.Second
+
+// end returns the last frame.
+func end(f *fault.Error) []byte {
 	var words []byte
-	if err != nil {
-		words = fault.ToJSON(explain(err))
+	if f != nil {
+		words = fault.ToJSON(f)
 	}
 	frame := make([]byte, headSize, headSize+len(words))
 	putHead(frame, frameEnd, len(words))
-	_, _ = w.Write(append(frame, words...)) // the caller may be gone
+	return append(frame, words...)
 }
 
 // send passes on what the caller sends. A request that breaks off breaks the
