@@ -34,15 +34,16 @@ import (
 // cluster is an API over TLS with the real store, iam and watcher behind it,
 // and small edges.
 type cluster struct {
-	t     *testing.T
-	db    *store.DB
-	ca    *ca.CA
-	dir   string // of certificates
-	edges []*edgetest.Edge
-	iam   string // its address
-	url   string
-	http  *http.Client
-	ahead atomic.Int64 // of the time, by the API's clock
+	t      *testing.T
+	db     *store.DB
+	ca     *ca.CA
+	dir    string // of certificates
+	edges  []*edgetest.Edge
+	iam    string // its address
+	url    string
+	http   *http.Client
+	ahead  atomic.Int64 // of the time, by the API's clock
+	domain string       // of the APIs that are run
 }
 
 // Images that each cluster has.
@@ -115,7 +116,7 @@ func (c *cluster) start(nodes []watcher.Node) {
 func (c *cluster) api() string {
 	c.t.Helper()
 	id := c.identity(mtls.RoleAPIServer)
-	api := apiserver.New(apiserver.Config{IAMAddress: c.iam, Version: "test", StopTimeout: 2 * time.Second}, apiserver.Deps{
+	api := apiserver.New(apiserver.Config{IAMAddress: c.iam, Domain: c.domain, Version: "test", StopTimeout: 2 * time.Second}, apiserver.Deps{
 		DB: c.db, IAM: c.client(id.ClientConfig(mtls.RoleIAM)), Edge: c.client(id.ClientConfig(mtls.RoleEdge)),
 		Log: slog.New(slog.DiscardHandler), Now: func() time.Time { return time.Now().Add(time.Duration(c.ahead.Load())) },
 	})

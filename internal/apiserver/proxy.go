@@ -83,11 +83,10 @@ type (
 	unreadKey struct{} // of an unread
 )
 
-// unread ends the reading of a request, and says whether that ends its answer
-// too.
+// unread is how to end the reading of a request.
 type unread struct {
 	stop func()
-	hard bool
+	hard bool // it ends the answer too, where that is not whole yet
 }
 
 func newDataPlane(s *Server) *dataPlane {
@@ -122,9 +121,10 @@ func readNoMore(res *http.Response) error {
 		if err != nil {
 			return err
 		}
-		res.Body.Close()
-		res.Body = io.NopCloser(bytes.NewReader(words))
-		request.stop()
+		res.Body = &lastly{struct {
+			io.Reader
+			io.Closer
+		}{bytes.NewReader(words), res.Body}, request.stop}
 	case res.StatusCode > 299:
 		request.stop()
 	case res.Header.Get("Content-Type") == tunnel.ContentType:
@@ -148,15 +148,18 @@ func (d *dataPlane) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 	body := r.Body
 	reading := unread{stop: func() { _ = body.Close() }} // it only unblocks a read
 	if isTunnel(r.URL.Path) {
-		waited := &untilEnd{ReadCloser: body}
-		r.Body = waited
-		// Over HTTP/1.1 closing a body waits for a read, which may last as long as
-		// the tunnel; and what was said last is lost if it does not wait at all.
-		reading = unread{hard: true, stop: func() {
-			if !waited.ended.Load() {
-				_ = control.SetReadDeadline(time.Now().Add(lastWords))
+		reading.hard = true
+		if r.ProtoMajor == 1 {
+			// There closing a body waits for a read, which may last as long as the
+			// tunnel; and what was said last is lost if it does not wait at all.
+			waited := &untilEnd{ReadCloser: body}
+			r.Body = waited
+			reading.stop = func() {
+				if !waited.ended.Load() {
+					_ = control.SetReadDeadline(time.Now().Add(lastWords))
+				}
 			}
-		}}
+		}
 	}
 	d.proxy.ServeHTTP(w, r.WithContext(context.WithValue(ctx, unreadKey{}, reading)))
 }

@@ -94,8 +94,10 @@ func (v *Visit) cookie(set string) string {
 		switch {
 		case strings.EqualFold(name, "Domain"):
 			continue
-		case strings.EqualFold(name, "Path") && strings.HasPrefix(value, "/"):
-			path = value
+		case strings.EqualFold(name, "Path"):
+			if strings.HasPrefix(value, "/") {
+				path = value
+			}
 			continue
 		}
 		kept = append(kept, p)

@@ -42,8 +42,11 @@ var _ net.Conn = (*Conn)(nil)
 // *fault.Error.
 func Dial(ctx context.Context, via http.RoundTripper, url string, header http.Header) (*Conn, error) {
 	life, cancel := context.WithCancelCause(context.WithoutCancel(ctx))
-	stop := context.AfterFunc(ctx, func() { cancel(context.Cause(ctx)) })
 	body, up := io.Pipe()
+	stop := context.AfterFunc(ctx, func() {
+		cancel(context.Cause(ctx))
+		up.CloseWithError(context.Cause(ctx)) // over HTTP/1.1 the call waits for who reads it
+	})
 	req, err := http.NewRequestWithContext(life, http.MethodPost, url, body)
 	if err != nil {
 		cancel(err)
