@@ -29,6 +29,7 @@ import trustme
 from connectrpc.code import Code
 from connectrpc.errors import ConnectError
 from connectrpc.request import RequestContext
+from fake_tunnel import Tunnels
 from hypercorn.asyncio import serve
 from hypercorn.config import Config
 from protobuf import Oneof
@@ -52,6 +53,14 @@ def fault(kind: str, message: str, **detail: Any) -> ConnectError:
     """An error as the API sends it."""
     info = sandbox_pb.ErrorInfo(kind=kind, request_id="req-1", message=message, **detail)
     return ConnectError(_CODES[kind], message, details=[info])
+
+
+def error_json(error: ConnectError) -> str:
+    """An error as it is the body of an answer."""
+    info = error.details[0]
+    value = base64.b64encode(info.message_bytes).decode().rstrip("=")
+    detail = {"type": info.type_name, "value": value}
+    return json.dumps({"code": error.code.value, "message": error.message, "details": [detail]})
 
 
 def _unanswered() -> ConnectError:
@@ -175,6 +184,7 @@ class Sandbox(process_connect.Process, filesystem_connect.Filesystem, agent_conn
         self.root = root
         self.processes: dict[str, Process] = {}
         self.users: list[str | None] = []
+        self.tunnels = Tunnels()
         self.holds = ""  # "late" to answer no start before a pause, "lost" not to start it either
         self.held = asyncio.Event()
         self.apps: dict[str, Callable[..., Awaitable[None]]] = {
@@ -531,6 +541,10 @@ class Server(sandbox_connect.SandboxService, image_connect.ImageService):
                 error = fault("sandbox_ended", f"sandbox {name} has ended", end=sandbox.record.end)
             elif (paused := await self._asleep(sandbox)) is not None:
                 error = paused
+            elif path.startswith("/tunnel/"):
+                if await sandbox.tunnels.open(int(path.rpartition("/")[2]), receive, send):
+                    return
+                error = fault("not_found", f"nothing listens on port {path[8:]}", field="port")
             elif path in ("/files", "/archive"):
                 query = {k: v[0] for k, v in parse_qs(scope["query_string"].decode()).items()}
                 sandbox.users.append(headers.get(b"opendsec-user", b"").decode() or None)
@@ -539,14 +553,9 @@ class Server(sandbox_connect.SandboxService, image_connect.ImageService):
             else:
                 app = sandbox.apps.get(rest.split("/")[0])
         if error is not None:
-            await _body(receive)
-            info = error.details[0]
-            detail = {
-                "type": info.type_name,
-                "value": base64.b64encode(info.message_bytes).decode().rstrip("="),
-            }
-            body = {"code": error.code.value, "message": error.message, "details": [detail]}
-            await _answer(send, 400, json.dumps(body))
+            if "/tunnel/" not in path:
+                await _body(receive)
+            await _answer(send, 400, error_json(error))
         elif app is None:
             await _answer(send, 404, "")
         else:
@@ -698,6 +707,13 @@ class Server(sandbox_connect.SandboxService, image_connect.ImageService):
                 reason="stopped", domain=sandbox_pb.Domain.USER, detail="stopped by a call"
             )
         return sandbox_pb.StopSandboxResponse(sandbox=record)
+
+    async def get_url(self, request: Any, ctx: Context) -> sandbox_pb.GetURLResponse:
+        self._alive(request.id)
+        self.ttl = request.ttl.to_seconds()
+        if self.ttl > 30 * 86400:
+            raise fault("invalid_argument", "ttl must be less", field="ttl")
+        return sandbox_pb.GetURLResponse(url=f"{self.addr}/p/{request.id}/{request.port}/secret/")
 
     async def set_ttl(self, request: Any, ctx: Context) -> sandbox_pb.SetTTLResponse:
         record = self.sandbox(request.id).record

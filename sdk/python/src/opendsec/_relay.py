@@ -35,6 +35,9 @@ TUNNEL = "application/x-opendsec-tunnel"
 class Relay:
     """A listener on this machine, and the connections that it took.
 
+    ``failed`` is told why a connection failed before that is broken off, and
+    what it returns is called after.
+
     Attributes:
         host, port: where it listens; known once it is open.
     """
@@ -44,7 +47,7 @@ class Relay:
         client: Callable[[], SyncClient],
         url: str,
         headers: Mapping[str, str],
-        failed: Callable[[ConnectError], None],
+        failed: Callable[[ConnectError], Callable[[], None]],
     ) -> None:
         self.host = ""
         self.port = 0
@@ -102,14 +105,19 @@ class Relay:
         threading.Thread(target=self._lead, args=(link,), name="opendsec-connection", daemon=True).start()
 
     def _lead(self, link: _Link) -> None:
-        try:
-            link.run(self._client(), self._url, self._headers)
-        except ConnectError as err:
+        after: list[Callable[[], None]] = []
+
+        def failed(err: ConnectError) -> None:
             if not self._closed:
-                self._failed(err)
+                after.append(self._failed(err))
+
+        try:
+            link.run(self._client(), self._url, self._headers, failed)
         finally:
             with self._lock:
                 self._open.discard(link)
+        for tell in after:
+            tell()
 
 
 class _Link:
@@ -119,21 +127,25 @@ class _Link:
         self._local = local
         self._broken = False
 
-    def run(self, client: SyncClient, url: str, headers: Mapping[str, str]) -> None:
-        """Pass bytes until all is over; raise ConnectError when it failed on the far side."""
+    def run(
+        self, client: SyncClient, url: str, headers: Mapping[str, str], failed: Callable[[ConnectError], None]
+    ) -> None:
+        """Pass bytes until all is over, or until it failed on the far side."""
         with self._local:
             try:
                 self._run(client, url, headers)
-            except BaseException:
+            except ConnectError as err:
+                failed(err)
                 self.abandon()
-                raise
+            except OSError:  # the local program broke off, which it need not be told
+                self.abandon()
             finally:
                 with contextlib.suppress(OSError):
                     self._local.shutdown(socket.SHUT_RD)  # wakes who still reads from it
 
     def _run(self, client: SyncClient, url: str, headers: Mapping[str, str]) -> None:
-        opening = client.stream("POST", url, headers=headers, content=self._pieces())
         try:
+            opening = client.stream("POST", url, headers=headers, content=self._pieces())
             response = opening.__enter__()
         except Exception as err:
             raise ConnectError(Code.UNAVAILABLE, str(err)) from err
@@ -141,8 +153,6 @@ class _Link:
             if response.status != 200 or response.headers.get("content-type") != TUNNEL:
                 raise _wire.http_error(response.status, b"".join(unbroken(response.content)))
             self._deliver(unbroken(response.content))
-        except OSError:  # the local program broke off, which it need not be told
-            self.abandon()
         finally:
             opening.__exit__(None, None, None)
 

@@ -201,8 +201,8 @@ class Agent:
         url = f"{self._addr}{path}?{urlencode(query)}"
         return Fetch(self.conn.bulk().client, url, self.headers(user), report)
 
-    def relay(self, port: int, failed: Callable[[ConnectError], None]) -> Relay:
-        """Return a way from a local port to a port of the sandbox; failed is told why a connection did."""
+    def relay(self, port: int, failed: Callable[[ConnectError], Callable[[], None]]) -> Relay:
+        """Return a way from a local port to a port of the sandbox; for failed see Relay."""
         url = f"{self._addr}/tunnel/{port}"
         return Relay(lambda: self.conn.tunnels().client, url, self.conn.headers, failed)
 

@@ -119,10 +119,9 @@ class Forward:
             raise invalid("port", "this was opened before; call forward again")
         tell = from_thread(self._on_error)
 
-        def failed(err: ConnectError) -> None:
-            self.last_error = self._agent.conn.error(err)
-            if tell is not None:
-                tell(self.last_error)
+        def failed(err: ConnectError) -> Callable[[], None]:
+            why = self.last_error = self._agent.conn.error(err)
+            return lambda: None if tell is None else tell(why)
 
         relay = self._agent.relay(self.remote_port, failed)
         try:
