@@ -240,6 +240,7 @@ func (w *world) Create(ctx context.Context, cfg backend.Config) (backend.Instanc
 	mux.Handle(agentv1connect.NewAgentHandler(agentOf{m: m}))
 	mux.Handle(processconnect.NewProcessHandler(processOf{m: m}))
 	mux.HandleFunc("/files", m.files)
+	mux.HandleFunc("/connect", m.connect)
 	m.server = httptest.NewUnstartedServer(mux)
 	m.server.Config.Protocols = new(http.Protocols)
 	m.server.Config.Protocols.SetUnencryptedHTTP2(true)
@@ -289,6 +290,26 @@ func (m *machine) files(rw http.ResponseWriter, r *http.Request) {
 	}
 	n, _ := strconv.ParseInt(r.URL.Query().Get("size"), 10, 64)
 	_, _ = io.CopyBuffer(struct{ io.Writer }{rw}, io.LimitReader(zeros{}, n), make([]byte, 64<<10))
+}
+
+// connect is a server that echoes, on each port below 9000.
+func (m *machine) connect(rw http.ResponseWriter, r *http.Request) {
+	if port, _ := strconv.Atoi(r.URL.Query().Get("port")); port >= 9000 {
+		rw.WriteHeader(http.StatusBadGateway)
+		_, _ = io.WriteString(rw, `{"code":502,"message":"nothing listens on it"}`)
+		return
+	}
+	c, buffered, err := http.NewResponseController(rw).Hijack()
+	if err != nil {
+		return
+	}
+	defer c.Close()
+	_, _ = io.WriteString(c, "HTTP/1.1 101 Switching Protocols\r\nConnection: Upgrade\r\nUpgrade: opendsec-tcp\r\n\r\n")
+	go func() {
+		<-m.done
+		c.Close()
+	}()
+	_, _ = io.Copy(c, buffered)
 }
 
 type zeros struct{}

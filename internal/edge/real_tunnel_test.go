@@ -153,6 +153,7 @@ func TestRealTunnel(t *testing.T) {
 		t.Run("a break is no end", func(t *testing.T) {
 			n.listen(id, "gone", "127.0.0.1:8011")
 			c := n.mustConnect(t, id, 8011)
+			_, _ = io.WriteString(c, "x")
 			if got, err := io.ReadAll(c); !fault.Is(err, fault.Unavailable) {
 				t.Errorf("the server broke off, and we got %q, %v", got, err)
 			}

@@ -35,7 +35,12 @@ func checkTunnel(r *http.Request, path string) (port int, err error) {
 // why it ends, if it is cut.
 func (p *proxy) tunnel(ctx context.Context, w http.ResponseWriter, r *http.Request, port int) {
 	pass := passageOf(ctx)
-	defer pass.box.cuts(pass.cancel)()
+	forget, err := pass.box.cuts(pass.cancel)
+	if err != nil {
+		p.refuse(w, r, err)
+		return
+	}
+	defer forget()
 	conn, err := pass.spell.agent.Connect(ctx, port)
 	if err != nil {
 		p.refuse(w, r, p.notConnected(ctx, err))
@@ -70,11 +75,18 @@ func (p *proxy) notConnected(ctx context.Context, err error) error {
 	return err
 }
 
-// cuts notes how to cut a connection when the sandbox is paused; the function
-// that it returns forgets it.
-func (b *box) cuts(cut context.CancelCauseFunc) (forget func()) {
+// maxTunnels bounds the connections that are open to one sandbox's ports, so
+// that it cannot use up what the node has for all.
+const maxTunnels = 1000
+
+// cuts notes how to cut a connection when the sandbox is paused; forget takes
+// that back.
+func (b *box) cuts(cut context.CancelCauseFunc) (forget func(), err error) {
 	b.mu.Lock()
 	defer b.mu.Unlock()
+	if len(b.tunnels) >= maxTunnels {
+		return nil, fault.New(fault.QuotaExceeded, "%d connections to ports of sandbox %s are open, and more are not allowed: close some", maxTunnels, b.id)
+	}
 	if b.tunnels == nil {
 		b.tunnels = map[*context.CancelCauseFunc]bool{}
 	}
@@ -84,7 +96,7 @@ func (b *box) cuts(cut context.CancelCauseFunc) (forget func()) {
 		b.mu.Lock()
 		defer b.mu.Unlock()
 		delete(b.tunnels, key)
-	}
+	}, nil
 }
 
 // cutTunnels cuts the connections to the sandbox's ports, for a reason.

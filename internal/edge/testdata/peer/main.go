@@ -59,6 +59,7 @@ func handle(mode string, c *net.TCPConn) {
 			}
 		}
 	case "gone": // breaks off
+		_, _ = io.ReadFull(c, make([]byte, 1))
 		_ = c.SetLinger(0)
 	}
 }
