@@ -98,6 +98,9 @@ func (a *agent) handler() http.Handler {
 	mux.Handle(filesystemconnect.NewFilesystemHandler(&filesystem{a: a}))
 	mux.HandleFunc("GET /files", a.download)
 	mux.HandleFunc("POST /files", a.upload)
+	mux.HandleFunc("GET /connect", func(w http.ResponseWriter, r *http.Request) {
+		httpError(w, http.StatusBadGateway, "nothing listens in a simulated sandbox")
+	})
 	mux.HandleFunc("GET /archive", a.pack)
 	mux.HandleFunc("POST /archive", a.unpack)
 	return a.gate.still(a.guard(mux))
