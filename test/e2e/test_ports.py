@@ -9,6 +9,7 @@ import os
 import resource
 import socket
 import ssl
+import struct
 import subprocess
 import threading
 import time
@@ -76,6 +77,16 @@ def first(conn):
         got += piece
     open("/tmp/first", "wb").write(got)
 
+def note(conn):
+    conn.sendall(b"x")
+    try:
+        while conn.recv(65536):
+            pass
+        how = "end"
+    except OSError:
+        how = "break"
+    open("/tmp/how", "w").write(how)
+
 class Web(http.server.BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     def log_message(self, *_):
@@ -111,6 +122,7 @@ listen("0.0.0.0", 9004, echo)
 listen("127.0.0.1", 9010, take)
 listen("127.0.0.1", 9011, send)
 listen("127.0.0.1", 9012, first)
+listen("127.0.0.1", 9013, note)
 web = http.server.ThreadingHTTPServer(("127.0.0.1", 8000), Web)
 threading.Thread(target=web.serve_forever).start()
 print("serving", flush=True)
@@ -179,6 +191,13 @@ def test_forward(use: Use) -> None:
             writer.close()
             done = "until [ -s /tmp/first ]; do sleep 0.05; done; cat /tmp/first"
             assert (await sb.run_shell(done, timeout=20)).stdout == "still here"
+        async with sb.forward(9013) as way:  # a break of ours is one there, and an end an end
+            for linger, how in (((1, 0), "break"), ((0, 0), "end")):
+                with socket.create_connection((way.host, way.port)) as conn:
+                    assert await asyncio.to_thread(conn.recv, 1) == b"x"
+                    conn.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", *linger))
+                look = "until [ -s /tmp/how ]; do sleep 0.05; done; cat /tmp/how; rm /tmp/how"
+                assert (await sb.run_shell(look, timeout=20)).stdout == how
 
     use(work)
 
