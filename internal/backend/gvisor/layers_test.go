@@ -294,8 +294,9 @@ func (m *being) memoryFiles(mode int) (files []*os.File) {
 // TestLayersAreReadOnly tries to write through the descriptors that a fork has
 // of others' memory, and to give a sentry one that can be written to.
 func TestLayersAreReadOnly(t *testing.T) {
-	all, _ := family(t, 4)
-	files := all[2].memoryFiles(unix.O_RDONLY)
+	all, _ := family(t, 64)
+	all[1].ask("change anon 3 30 1")
+	files := all[1].fork().memoryFiles(unix.O_RDONLY)
 	if len(files) < 2 {
 		t.Fatalf("the grandchild has %d layers; want 2", len(files))
 	}
@@ -352,8 +353,9 @@ func TestLayersAreReadOnly(t *testing.T) {
 // TestDeepChainsAreFlattened forks a fork of a fork and so on.
 func TestDeepChainsAreFlattened(t *testing.T) {
 	w := newWorld(t, 2)
+	w.limits.MemoryMB = 256
 	m := w.guest()
-	m.ask("make 4")
+	m.ask("make 64")
 	for n := range maxDepth + 2 {
 		m.ask("random %d 1", n)
 		next := m.fork()
