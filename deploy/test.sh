@@ -27,6 +27,7 @@ busybox busybox-static
 skopeo skopeo
 umoci umoci
 make make
+git git
 curl curl
 cc gcc
 EOF

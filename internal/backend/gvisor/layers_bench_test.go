@@ -24,26 +24,44 @@ func (t times) median() float64 {
 	return t[len(t)/2]
 }
 
+// inside is what a machine has that is measured.
+type inside struct {
+	mb    int // of memory
+	files int // of some 4 KiB
+}
+
+func (i inside) String() string { return fmt.Sprintf("%dMiB-%dfiles", i.mb, i.files) }
+
+// machine makes one.
+func (i inside) machine(w *world) *being {
+	w.Helper()
+	w.limits = limitsOf(2, int64(i.mb)*13/10+160)
+	w.limits.DiskMB = 512
+	m := w.guest()
+	m.ask("make %d", i.mb)
+	if i.files > 0 {
+		m.ask("files /tree %d 4000", i.files)
+	}
+	return m
+}
+
 // BenchmarkForks measures forks of a machine that has written to all of its
 // memory since the last one: until all copies have answered, and how long it
 // takes to write the machine's state, for which it stands still. "plain" is
 // without shared memory, as gVisor does it.
 func BenchmarkForks(b *testing.B) {
 	for _, how := range []string{"live", "plain"} {
-		for _, mb := range []int{0, 100, 500, 1000} {
+		for _, has := range []inside{{0, 0}, {100, 0}, {500, 0}, {1000, 0}, {0, 1000}, {0, 20000}} {
 			for _, n := range []int{1, 3, 8} {
-				b.Run(fmt.Sprintf("%s/%dMiB/x%d", how, mb, n), func(b *testing.B) { benchmarkForks(b, how, mb, n) })
+				b.Run(fmt.Sprintf("%s/%s/x%d", how, has, n), func(b *testing.B) { benchmarkForks(b, how, has, n) })
 			}
 		}
 	}
 }
 
-func benchmarkForks(b *testing.B, how string, mb, n int) {
+func benchmarkForks(b *testing.B, how string, has inside, n int) {
 	w := newWorld(b, 8)
-	w.limits = limitsOf(2, int64(mb)*13/10+160)
-	w.limits.DiskMB = 512
-	m := w.guest()
-	m.ask("make %d", mb)
+	m := has.machine(w)
 	if how == "plain" {
 		m.i.s.Version = ""
 	}
@@ -95,10 +113,7 @@ func BenchmarkStarts(b *testing.B) {
 
 func benchmarkStarts(b *testing.B, how string, mb, n int) {
 	w := newWorld(b, 8)
-	w.limits = limitsOf(2, int64(mb)*13/10+160)
-	w.limits.DiskMB = 512
-	m := w.guest()
-	m.ask("make %d", mb)
+	m := inside{mb: mb}.machine(w)
 	if how == "plain" {
 		m.i.s.Version = ""
 	}

@@ -437,6 +437,9 @@ func TestRandomForks(t *testing.T) {
 	first := w.guest()
 	first.ask("make 24")
 	first.ask("kid")
+	for _, dir := range trees[:2] {
+		first.ask("files %s 200 3000", dir)
+	}
 	all := []*one{{first, first.sums()}}
 	counts := map[string]int{}
 	changed := func(x *one, ask string) {
@@ -506,6 +509,9 @@ func TestRandomForks(t *testing.T) {
 		case n < 70:
 			op = "random"
 			changed(x, fmt.Sprintf("random %d %d", dice.Uint32(), 1+dice.IntN(2000)))
+		case n < 82:
+			op = "files"
+			changed(x, fmt.Sprintf("mess %s %d %d", trees[dice.IntN(2)], dice.Uint32(), 1+dice.IntN(500)))
 		default:
 			changed(x, fmt.Sprintf("change %s %d %d %d", areas[dice.IntN(len(areas))], dice.Uint32(), 1+dice.IntN(100), dice.IntN(2)))
 		}

@@ -10,7 +10,7 @@ import (
 )
 
 // To write its state down or to take one up, a sentry needs memory for a while:
-// some 200 MiB more with 20,000 files. Within its usual limit a sandbox could
+// some tens of MiB more with 20,000 files. Within its usual limit a sandbox could
 // end in the middle. It also has more to do than a sandbox with a part of a CPU
 // may. Nothing inside runs then that could use either.
 const (

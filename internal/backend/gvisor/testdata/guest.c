@@ -19,6 +19,8 @@
 #include <time.h>
 #include <unistd.h>
 
+#include "files.h"
+
 #define PAGE 4096
 #define PER_PAGE (PAGE / 8)
 
@@ -291,6 +293,16 @@ static long status_of(const char *field) {
   return v;
 }
 
+// Trees of files.
+static char trees[4][64];
+static int n_trees;
+
+static void remember(const char *dir) {
+  for (int i = 0; i < n_trees; i++)
+    if (!strcmp(trees[i], dir)) return;
+  snprintf(trees[n_trees++], sizeof trees[0], "%s", dir);
+}
+
 static void answer(const char *line, char *r, size_t size) {
   char op[32] = "", name[32] = "";
   unsigned long long seed = 0;
@@ -305,6 +317,8 @@ static void answer(const char *line, char *r, size_t size) {
     size_t n = 0;
     for (int i = 0; i < n_areas; i++)
       n += snprintf(r + n, size - n, "%s=%016llx ", areas[i].name, (unsigned long long)sum(&areas[i]));
+    for (int i = 0; i < n_trees; i++)
+      n += snprintf(r + n, size - n, "%s=%016llx ", trees[i], (unsigned long long)files_sum(trees[i], 0));
     if (ask_kid[1]) snprintf(r + n, size - n, "kid=%016llx", (unsigned long long)kid('s'));
   } else if (!strcmp(op, "sum")) {
     sscanf(line, "%*s %31s", name);
@@ -379,6 +393,24 @@ static void answer(const char *line, char *r, size_t size) {
     pthread_t t;
     if (pthread_create(&t, NULL, aio, NULL)) die("thread");
     snprintf(r, size, "ok");
+  } else if (!strcmp(op, "files")) { // makes so many, of about that size
+    sscanf(line, "%*s %31s %d %d", name, &x, &y);
+    files_make(name, x, y);
+    remember(name);
+    snprintf(r, size, "ok");
+  } else if (!strcmp(op, "mess")) {
+    sscanf(line, "%*s %31s %llu %d", name, &seed, &x);
+    files_mess(name, seed, x);
+    snprintf(r, size, "ok");
+  } else if (!strcmp(op, "filesum")) { // with the times of access
+    sscanf(line, "%*s %31s", name);
+    snprintf(r, size, "%016llx", (unsigned long long)files_sum(name, 1));
+  } else if (!strcmp(op, "readon")) {
+    sscanf(line, "%*s %31s %d", name, &x);
+    snprintf(r, size, "%016llx", (unsigned long long)files_read_on(name, x));
+  } else if (!strcmp(op, "locked")) {
+    sscanf(line, "%*s %31s", name);
+    snprintf(r, size, "%s", files_locked(name) ? "ok" : "bad");
   } else if (!strcmp(op, "errors")) {
     long reads = aio_reads;
     while (reads && aio_reads < reads + 20 && now() - begin < 20000) usleep(1000);
