@@ -220,7 +220,8 @@ func (s *sentry) layerStat() (layerStatus, error) {
 }
 
 // openLayer opens a layer's file, which is the memory of a sentry that has
-// ended, for writing. It must be the file of that inode.
+// ended, for writing. It must be the file of that inode. It returns nil when
+// the sentry does not map the layer any more.
 func (s *sentry) openLayer(id string, number uint64) (*os.File, error) {
 	var all layersOpen
 	if err := told(s.call(callLayerFDs, &struct{}{}, &all)); err != nil {
@@ -228,7 +229,7 @@ func (s *sentry) openLayer(id string, number uint64) (*os.File, error) {
 	}
 	i := slices.Index(all.Layers, id)
 	if i < 0 || i >= len(all.FDs) {
-		return nil, fmt.Errorf("sentry %s does not map the memory %s any more", s.Name, id)
+		return nil, nil
 	}
 	theirs, err := s.descriptor(all.FDs[i])
 	if err != nil {
