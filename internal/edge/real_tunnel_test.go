@@ -345,10 +345,3 @@ func (n *realNode) createWith(adapt func(*edgev1.CreateSandboxRequest)) sandbox.
 	}
 	return id
 }
-
-func (n *realNode) mustPause(id sandbox.ID) {
-	n.t.Helper()
-	if _, err := n.client.PauseSandbox(n.t.Context(), connect.NewRequest(&edgev1.PauseSandboxRequest{Id: string(id)})); err != nil {
-		n.t.Fatalf("pause: %v", err)
-	}
-}
