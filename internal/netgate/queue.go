@@ -24,7 +24,7 @@ type queue struct {
 
 // Messages and attributes of nfnetlink_queue.
 const (
-	queuePacket  = unix.NFNL_SUBSYS_QUEUE<<8 | 0
+	queuePacket  = unix.NFNL_SUBSYS_QUEUE << 8
 	queueVerdict = unix.NFNL_SUBSYS_QUEUE<<8 | 1
 	queueConfig  = unix.NFNL_SUBSYS_QUEUE<<8 | 2
 
