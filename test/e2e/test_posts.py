@@ -40,10 +40,7 @@ def test_steps_2_to_5_and_9(capsys: pytest.CaptureFixture[str]) -> None:
             assert (await sb.run_shell("hostname")).stdout == sb.id + "\n"
             assert [i.name for i in await sb.list_dir("/tmp") if i.name == "hello.py"] == ["hello.py"]
 
-            # Step 5: the network is closed by default. pip takes the machine's Python for its own.
-            await sb.run_shell(
-                "mkdir -p /etc && printf '[global]\\nbreak-system-packages = true\\n' > /etc/pip.conf"
-            )
+            # Step 5: the network is closed by default.
             r = await sb.run_shell(
                 "pip install -q requests; python3 -c 'import requests; print(requests.__version__)'"
             )

@@ -43,6 +43,7 @@ var Env = []string{
 	"NODE_EXTRA_CA_CERTS=" + bundle,
 	"PIP_CERT=" + bundle,
 	"PIP_ROOT_USER_ACTION=ignore",
+	"PIP_BREAK_SYSTEM_PACKAGES=1", // its Python is the sandbox's own to fill
 	"PIP_DISABLE_PIP_VERSION_CHECK=1",
 }
 
