@@ -724,6 +724,32 @@ class Server(sandbox_connect.SandboxService, image_connect.ImageService):
             record.spec.ttl_lifetime = request.ttl_lifetime
         return sandbox_pb.SetTTLResponse(sandbox=record)
 
+    async def update_network(self, request: Any, ctx: Context) -> sandbox_pb.UpdateNetworkResponse:
+        record = self.sandbox(request.id).record
+        assert record.spec is not None
+        if "wrong" in request.network_rules:
+            raise fault("invalid_argument", "wrong is no rule", field="network_rules")
+        record.spec.network_rules = dict(request.network_rules)
+        return sandbox_pb.UpdateNetworkResponse(sandbox=record)
+
+    async def explain_network(self, request: Any, ctx: Context) -> sandbox_pb.ExplainNetworkResponse:
+        spec = self.sandbox(request.id).record.spec
+        assert spec is not None
+        rule = request.target if request.target in spec.network_rules else ""
+        return sandbox_pb.ExplainNetworkResponse(
+            decision=sandbox_pb.NetworkDecision(allow=bool(rule), rule=rule, why="because")
+        )
+
+    async def list_denied(self, request: Any, ctx: Context) -> sandbox_pb.ListDeniedResponse:
+        self.sandbox(request.id)
+        return sandbox_pb.ListDeniedResponse(
+            denials=[
+                sandbox_pb.Denial(count=2, kind="name", name="example.com", why="no rule"),
+                sandbox_pb.Denial(count=1, kind="address", address="192.0.2.1", port=443, protocol="tcp"),
+            ],
+            total=3,
+        )
+
     async def refresh_sandbox(self, request: Any, ctx: Context) -> sandbox_pb.RefreshSandboxResponse:
         end = self.sandbox(request.id).record.end
         if end is not None:

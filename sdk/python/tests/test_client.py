@@ -206,6 +206,32 @@ def test_strangers_are_refused(server: Server) -> None:
     asyncio.run(main())
 
 
+def test_network(server: Server, use: Any) -> None:
+    async def work(client: DSecClient, sb: Sandbox) -> None:
+        await sb.update_network({"example.com": True, "*:25": False})
+        spec = server.sandboxes[sb.id].record.spec
+        assert spec is not None
+        assert dict(spec.network_rules) == {"example.com": True, "*:25": False}
+        allowed, denied = await sb.explain_network("example.com"), await sb.explain_network("example.org")
+        assert (bool(allowed), allowed.rule, allowed.why) == (True, "example.com", "because")
+        assert (bool(denied), denied.rule) == (False, None)
+        for rules in ({"example.com": 1}, {"": True}, ["example.com"], {"wrong": True}):
+            with pytest.raises(opendsec.InvalidArgumentError) as wrong:
+                await sb.update_network(rules)  # type: ignore[arg-type]
+            assert wrong.value.field in ("rules", "network_rules")
+        first, second = await sb.denied_egress()
+        assert (first.kind, first.count, first.name, first.address, first.port) == (
+            "name",
+            2,
+            "example.com",
+            None,
+            None,
+        )
+        assert (second.name, second.address, second.port, second.protocol) == (None, "192.0.2.1", 443, "tcp")
+
+    use(work)
+
+
 def test_deadlines_refresh_metrics(server: Server, use: Any) -> None:
     async def work(client: DSecClient, sb: Sandbox) -> None:
         await sb.set_ttl(ttl_running_stop=5, ttl_lifetime=60)
