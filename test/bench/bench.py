@@ -21,6 +21,7 @@ from functools import partial
 from pathlib import Path
 
 from forks import measure_forks
+from network import measure_network
 from opendsec import DSecRunArgs
 from opendsec.sync import DSecClient, Sandbox
 from rawtool import RawTool, call, find_tree
@@ -99,7 +100,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--state", type=Path, required=True, help="state directory of the installation")
     parser.add_argument("--rounds", type=int, default=20, help="samples of each thing")
     parser.add_argument(
-        "--part", choices=("all", "jobs", "state", "forks"), default="all", help="what to measure"
+        "--part", choices=("all", "jobs", "state", "forks", "network"), default="all", help="what to measure"
     )
     parser.add_argument("--out", type=Path, default=Path("bench.json"), help="file for the figures")
     return parser.parse_args()
@@ -164,6 +165,8 @@ def main() -> None:
         if opts.part in ("all", "state"):
             more, disk, sizes = measure_state(client, raw_runsc, opts.rounds)
             comparisons += more
+        if opts.part in ("all", "network"):
+            comparisons += measure_network(client, opts.rounds)
         if opts.part in ("all", "forks"):
             more, owned = measure_forks(client, raw_runsc, max(3, opts.rounds // 4))
             comparisons += more
