@@ -52,7 +52,7 @@ func (n Network) never() ([]netip.Prefix, error) {
 	var all []netip.Prefix
 	for _, s := range n.Never {
 		p, err := netip.ParsePrefix(s)
-		if err != nil || p.Masked() != p {
+		if err != nil || p.Masked() != p || p.Addr().Is4In6() {
 			return nil, fmt.Errorf("network.never: %q is not a CIDR, such as 203.0.113.0/24", s)
 		}
 		all = append(all, p)
