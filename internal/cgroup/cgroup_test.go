@@ -186,6 +186,18 @@ func TestMemoryLimit(t *testing.T) {
 	}
 }
 
+func TestSharedMemory(t *testing.T) {
+	g := newGroup(t, parentFor(t), "s")
+	file := filepath.Join("/dev/shm", g.parent)
+	defer os.Remove(file)
+	if err := started(t, g, "head -c 8000000 /dev/zero >"+file).Wait(); err != nil {
+		t.Fatal(err)
+	}
+	if n, err := g.SharedMemory(); err != nil || n < 8000000 || n > 9000000 {
+		t.Errorf("%d bytes, %v; 8000000 were written", n, err)
+	}
+}
+
 func TestPIDLimit(t *testing.T) {
 	g := newGroup(t, parentFor(t), "p")
 	// The shell gives up when it cannot fork; what it started stays.
@@ -288,7 +300,7 @@ func TestV2Files(t *testing.T) {
 		"od0/a/pids.max":             "",
 		"od0/a/cpu.stat":             "usage_usec 2500000\nuser_usec 1\n",
 		"od0/a/memory.current":       "1000",
-		"od0/a/memory.stat":          "anon 5\ninactive_file 300\n",
+		"od0/a/memory.stat":          "anon 5\nshmem 40\ninactive_file 300\n",
 		"od0/a/memory.events":        "low 0\noom 4\noom_kill 1\n",
 		"od0/a/pids.current":         "7\n",
 	} {
@@ -324,6 +336,9 @@ func TestV2Files(t *testing.T) {
 	cpu, memory, pids, err := g.Usage()
 	if err != nil || cpu != 2500*time.Millisecond || memory != 700 || pids != 7 {
 		t.Errorf("usage: %v, %d, %d, %v", cpu, memory, pids, err)
+	}
+	if n, err := g.SharedMemory(); n != 40 || err != nil {
+		t.Errorf("shared memory: %d, %v", n, err)
 	}
 	if killed, err := g.OOMKilled(); !killed || err != nil {
 		t.Errorf("killed for memory: %v, %v", killed, err)
