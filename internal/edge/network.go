@@ -15,6 +15,8 @@ import (
 type Gate interface {
 	// Open begins to serve a sandbox.
 	Open(sb netgate.Sandbox) (*netgate.Guard, error)
+	// Lack says why sandboxes with rules cannot be made, nil when they can.
+	Lack() error
 	// Run follows the node's own network until ctx is done.
 	Run(ctx context.Context) error
 }

@@ -17,6 +17,8 @@ import (
 // noGate is a node whose kernel lacks what rules need.
 type noGate struct{}
 
+func (noGate) Lack() error { return errors.New("the kernel needs nf_tables") }
+
 func (noGate) Run(ctx context.Context) error { <-ctx.Done(); return nil }
 
 func (noGate) Open(netgate.Sandbox) (*netgate.Guard, error) {
@@ -35,6 +37,9 @@ func (n named) Acquire(ctx context.Context) (backend.Slot, error) {
 func TestRulesThatCannotBeEnforced(t *testing.T) {
 	w := newWorld(t)
 	n := startNodeWith(t, w, t.TempDir(), nil, func(d *Deps) { d.Gate, d.Slots = noGate{}, named{w} })
+	if warnings, unhealthy := n.health(); unhealthy != "" || !strings.Contains(strings.Join(warnings, "\n"), "cannot have network rules here: the kernel needs nf_tables") {
+		t.Errorf("the node's health: %q, %q", warnings, unhealthy)
+	}
 	id := n.make(t, func(r *edgev1.CreateSandboxRequest) { r.Spec.NetworkRules = map[string]bool{"*": false} })
 	req := request(id[:len(id)-1] + "z")
 	req.Spec.NetworkRules = map[string]bool{"example.com": true}

@@ -86,6 +86,11 @@ func (e *Edge) roomOnDisk(bytes int64) error {
 // sandboxes, "" when it does.
 func (e *Edge) health() (warnings []string, unhealthy string) {
 	warnings = append(warnings, e.notes...)
+	if e.deps.Gate != nil {
+		if err := e.deps.Gate.Lack(); err != nil {
+			warnings = append(warnings, fmt.Sprintf("sandboxes cannot have network rules here: %v", err))
+		}
+	}
 	if err := e.lowDisk(); err != nil {
 		return warnings, err.Error()
 	}

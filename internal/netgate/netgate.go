@@ -98,6 +98,7 @@ type Gate struct {
 	never  []netip.Prefix
 	now    func() time.Time
 	older  atomic.Bool // the kernel has no nft_queue
+	lack   atomic.Pointer[error]
 
 	mu     sync.Mutex
 	host   host

@@ -40,6 +40,20 @@ const (
 // thread in the slot's namespace and may be repeated. Nobody is let through
 // before Open.
 func (g *Gate) Furnish(slot backend.Slot) error {
+	err := g.furnish(slot)
+	g.lack.Store(&err)
+	return err
+}
+
+// Lack returns why the last slot could not be made a gate, nil when it was.
+func (g *Gate) Lack() error {
+	if err := g.lack.Load(); err != nil {
+		return *err
+	}
+	return nil
+}
+
+func (g *Gate) furnish(slot backend.Slot) error {
 	if err := allLocal(slot); err != nil {
 		return fmt.Errorf("make a gate of network slot %s: %w", slot.Name, err)
 	}
