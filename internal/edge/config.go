@@ -24,6 +24,7 @@ type Config struct {
 	// has: sandboxes rarely compute all at once. Default 8.
 	CPUOvercommit float64 `json:"cpu_overcommit,omitempty"`
 	// MemoryOvercommit is the same of memory. Default 1: who goes over dies.
+	// Forks have most of their memory in common, and use less than their limits.
 	MemoryOvercommit float64 `json:"memory_overcommit,omitempty"`
 	// DiskOvercommit is the same of the state directory's file system; what a
 	// sandbox may write is rarely what it writes. Default 8. When space really
@@ -32,6 +33,10 @@ type Config struct {
 	// MemoryReserveMB is kept for the machine itself, in MiB. Default a tenth
 	// of the memory, at least 512 and at most 8192.
 	MemoryReserveMB int64 `json:"memory_reserve_mb,omitempty"`
+	// MemoryFloorMB is the free memory, in MiB, below which no sandbox is
+	// created, forked or woken, whatever the limits add up to. Default half of
+	// MemoryReserveMB.
+	MemoryFloorMB int64 `json:"memory_floor_mb,omitempty"`
 	// DiskReserveMB is the free space, in MiB, below which no sandbox is
 	// created. Default a twentieth of the file system, at most 5120.
 	DiskReserveMB int64 `json:"disk_reserve_mb,omitempty"`
@@ -103,7 +108,7 @@ func (c Config) Validate() error {
 		}
 	}
 	for field, v := range map[string]int64{
-		"memory_reserve_mb": c.MemoryReserveMB, "disk_reserve_mb": c.DiskReserveMB, "max_sandboxes": c.MaxSandboxes,
+		"memory_reserve_mb": c.MemoryReserveMB, "memory_floor_mb": c.MemoryFloorMB, "disk_reserve_mb": c.DiskReserveMB, "max_sandboxes": c.MaxSandboxes,
 	} {
 		if v < 0 {
 			wrong(field, "%d must not be negative; 0 takes the default", v)

@@ -67,6 +67,7 @@ type Edge struct {
 	journal  *journal.Journal
 	capacity sandbox.Resources
 	reserve  int64 // MiB of disk that stay free
+	floor    int64 // MiB of memory that stay free
 	notes    []string
 	run      context.Context // ends when Run is to return
 

@@ -25,6 +25,10 @@ func (e *Edge) measure() error {
 	if reserve == 0 {
 		reserve = min(max(memory/10, 512), 8192)
 	}
+	e.floor = e.cfg.MemoryFloorMB
+	if e.floor == 0 {
+		e.floor = reserve / 2
+	}
 	e.reserve = e.cfg.DiskReserveMB
 	if e.reserve == 0 {
 		e.reserve = min(disk.TotalMB/20, 5120)
@@ -47,8 +51,19 @@ func (e *Edge) measure() error {
 
 func (e *Edge) cores() int { return host.Cores() }
 
-// lowDisk returns why nothing can be written any more, nil while there is space.
-func (e *Edge) lowDisk() error { return e.roomOnDisk(0) }
+// full returns why no machine is made any more, nil while there is space and
+// memory.
+func (e *Edge) full() error {
+	if err := e.roomOnDisk(0); err != nil {
+		return err
+	}
+	free, err := host.FreeMemoryMB()
+	if err != nil || free >= e.floor {
+		return err
+	}
+	return fault.New(fault.Capacity, "node %s is low on memory: %d MiB are free and %d must stay so; stop or pause sandboxes",
+		e.cfg.Name, free, e.floor)
+}
 
 // roomFor refuses to write a machine's state, its files and maybe its memory,
 // when the disk could run full of it. Memory that the machine shares is not
@@ -91,7 +106,7 @@ func (e *Edge) health() (warnings []string, unhealthy string) {
 			warnings = append(warnings, fmt.Sprintf("sandboxes cannot have network rules here: %v", err))
 		}
 	}
-	if err := e.lowDisk(); err != nil {
+	if err := e.full(); err != nil {
 		return warnings, err.Error()
 	}
 	if len(e.available()) == 0 {
@@ -99,6 +114,9 @@ func (e *Edge) health() (warnings []string, unhealthy string) {
 	}
 	if space, err := host.Disk(e.cfg.StateDir); err == nil && space.FreeMB < 2*e.reserve {
 		warnings = append(warnings, fmt.Sprintf("the file system of %s is filling up: %d MiB are free, below %d no sandbox is created", e.cfg.StateDir, space.FreeMB, e.reserve))
+	}
+	if free, err := host.FreeMemoryMB(); err == nil && free < 2*e.floor {
+		warnings = append(warnings, fmt.Sprintf("memory is running short: %d MiB are free, below %d no sandbox is created, forked or woken", free, e.floor))
 	}
 	return warnings, ""
 }

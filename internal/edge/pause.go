@@ -269,7 +269,7 @@ func (e *Edge) thaw(ctx context.Context, b *box, sp *spell) error {
 // wake makes a machine of the box's saved state, which goes when the machine
 // answers.
 func (e *Edge) wake(ctx context.Context, b *box) (after func(), err error) {
-	if err := e.lowDisk(); err != nil {
+	if err := e.full(); err != nil {
 		return nil, err
 	}
 	if err := e.claim(b); err != nil {

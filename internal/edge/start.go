@@ -51,7 +51,7 @@ func (e *Edge) admit(entry journal.Entry, from origin) (*box, error) {
 	if err := e.choose(&entry); err != nil {
 		return nil, err
 	}
-	if err := e.lowDisk(); err != nil && e.find(entry.ID) == nil {
+	if err := e.full(); err != nil && e.find(entry.ID) == nil {
 		return nil, err
 	}
 	e.mu.Lock()

@@ -22,7 +22,7 @@ func Cores() int { return runtime.NumCPU() }
 // MemoryMB returns the machine's memory in MiB, or the limit that a container
 // around this process sets, whichever is less.
 func MemoryMB() (int64, error) {
-	total, err := memTotal()
+	total, err := meminfo("MemTotal")
 	if err != nil {
 		return 0, err
 	}
@@ -41,13 +41,21 @@ func MemoryMB() (int64, error) {
 	return total >> 20, nil
 }
 
-func memTotal() (int64, error) {
+// FreeMemoryMB returns how much memory, in MiB, programs can have before others
+// must go, as the kernel estimates it.
+func FreeMemoryMB() (int64, error) {
+	free, err := meminfo("MemAvailable")
+	return free >> 20, err
+}
+
+// meminfo returns a figure of /proc/meminfo in bytes.
+func meminfo(name string) (int64, error) {
 	data, err := os.ReadFile("/proc/meminfo")
 	if err != nil {
 		return 0, fmt.Errorf("read the machine's memory: %w", err)
 	}
 	for line := range strings.Lines(string(data)) {
-		if f := strings.Fields(line); len(f) >= 2 && f[0] == "MemTotal:" {
+		if f := strings.Fields(line); len(f) >= 2 && f[0] == name+":" {
 			kib, err := strconv.ParseInt(f[1], 10, 64)
 			if err != nil {
 				return 0, fmt.Errorf("read the machine's memory: %w", err)
@@ -55,7 +63,7 @@ func memTotal() (int64, error) {
 			return kib << 10, nil
 		}
 	}
-	return 0, errors.New("read the machine's memory: /proc/meminfo has no MemTotal")
+	return 0, fmt.Errorf("read the machine's memory: /proc/meminfo has no %s", name)
 }
 
 // Space is what a file system holds, in MiB.
