@@ -118,7 +118,7 @@ func TestRealTunnel(t *testing.T) {
 		id := n.create()
 		n.peer(id)
 		t.Run("whichever address it listens on", func(t *testing.T) {
-			for port, host := range map[int]string{8001: "127.0.0.1", 8002: "[::1]", 8003: "10.0.0.2", 8004: "0.0.0.0", 8005: "[::]"} {
+			for port, host := range map[int]string{8001: "127.0.0.1", 8002: "[::1]", 8003: "192.0.0.2", 8004: "0.0.0.0", 8005: "[::]"} {
 				n.listen(id, "echo", fmt.Sprintf("%s:%d", host, port))
 				echoed(t, n.mustConnect(t, id, port), []byte("by "+host))
 			}

@@ -117,7 +117,7 @@ class Web(http.server.BaseHTTPRequestHandler):
 
 listen("127.0.0.1", 9001, echo)
 listen("::1", 9002, echo)
-listen("10.0.0.2", 9003, echo)
+listen("192.0.0.2", 9003, echo)
 listen("0.0.0.0", 9004, echo)
 listen("127.0.0.1", 9010, take)
 listen("127.0.0.1", 9011, send)

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
+import os
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -113,7 +116,7 @@ def test_process_continuity(on: str, how: str) -> None:
 
 OUTSIDE = """
 import socket, sys
-s = socket.create_server(("10.0.0.1", 4567))
+s = socket.create_server(("198.51.100.2", 4567))
 print("ready", flush=True)
 c, _ = s.accept()
 while data := c.recv(100):
@@ -122,7 +125,7 @@ while data := c.recv(100):
 
 INSIDE = """
 import socket, time
-s = socket.create_connection(("10.0.0.1", 4567), 5)
+s = socket.create_connection(("198.51.100.2", 4567), 5)
 s.settimeout(60)
 s.sendall(b"x")
 assert s.recv(1) == b"x"
@@ -136,21 +139,44 @@ open("/tmp/said", "w").write(said)
 """
 
 
+@contextlib.contextmanager
+def outside() -> Iterator[subprocess.Popen[str]]:
+    """A server on a network beside the host."""
+
+    def ip(*args: str) -> None:
+        subprocess.run(["ip", *args], check=True, timeout=30)
+
+    there = f"outside-{os.getpid()}"
+    ip("netns", "add", there)
+    try:
+        ip("link", "add", "outside0", "type", "veth", "peer", "name", "eth0", "netns", there)
+        ip("address", "add", "198.51.100.1/30", "dev", "outside0")
+        ip("link", "set", "outside0", "up")
+        ip("-n", there, "address", "add", "198.51.100.2/30", "dev", "eth0")
+        ip("-n", there, "link", "set", "eth0", "up")
+        server = subprocess.Popen(
+            ["ip", "netns", "exec", there, sys.executable, "-c", OUTSIDE], stdout=subprocess.PIPE, text=True
+        )
+        try:
+            assert server.stdout is not None
+            assert server.stdout.readline() == "ready\n"
+            yield server
+        finally:
+            server.kill()
+            server.communicate()
+            ip("link", "delete", "outside0")  # the namespace's end would take it later
+    finally:
+        ip("netns", "delete", there)
+
+
 @pytest.mark.parametrize(("on", "how"), CASES)
 def test_external_behaviour(on: str, how: str) -> None:
     """A connection to outside breaks at once where the machine is another; where it only stood still it goes on."""
 
     async def work(client: DSecClient) -> None:
-        async with await client.run_sandbox(small(on)) as sb:
-            journal = json.loads((state() / "edge" / "sandboxes" / sb.id / "journal.json").read_text())
-            server = subprocess.Popen(  # noqa: ASYNC220
-                ["ip", "netns", "exec", journal["slot"]["name"], sys.executable, "-c", OUTSIDE],
-                stdout=subprocess.PIPE,
-                text=True,
-            )
-            try:
-                assert server.stdout is not None
-                assert server.stdout.readline() == "ready\n"
+        rules = {"198.51.100.2:4567": True}
+        with outside() as server:
+            async with await client.run_sandbox(small(on, network_rules=rules)) as sb:
                 await sb.write_file("/srv/inside.py", INSIDE)
                 await out(sb, "nohup python3 /srv/inside.py >/tmp/log 2>&1 &")
                 await out(sb, "until [ -e /tmp/open ]; do sleep 0.05; done")
@@ -172,9 +198,6 @@ def test_external_behaviour(on: str, how: str) -> None:
                         assert await out(sb, "ls /tmp/said 2>/dev/null; true") == ""
                     server.kill()
                     await until("the source's connection ends with its peer", lambda: _said(sb))
-            finally:
-                server.kill()
-                server.wait()
 
     run(work)
 
