@@ -21,6 +21,7 @@ import (
 	"net/http"
 	"net/http/httputil"
 	"net/url"
+	"slices"
 	"strconv"
 	"strings"
 	"sync"
@@ -109,7 +110,7 @@ func rewrite(pr *httputil.ProxyRequest) {
 	pr.Out.Host = local(v.Port)
 	h := pr.Out.Header
 	h.Del("Proxy-Authorization")
-	if strings.HasPrefix(h.Get("Authorization"), "Bearer "+apiTokens) {
+	if slices.ContainsFunc(h.Values("Authorization"), isAPIToken) {
 		h.Del("Authorization") // it was not meant for a server in a sandbox
 	}
 	takeCookie(h, cookieName)
@@ -126,6 +127,13 @@ func rewrite(pr *httputil.ProxyRequest) {
 
 // apiTokens is how tokens of the API begin.
 const apiTokens = "ods_"
+
+// isAPIToken reports whether credentials are a token of the API. The word before
+// it is read in any case.
+func isAPIToken(credentials string) bool {
+	scheme, token, _ := strings.Cut(strings.TrimSpace(credentials), " ")
+	return strings.EqualFold(scheme, "Bearer") && strings.HasPrefix(strings.TrimLeft(token, " "), apiTokens)
+}
 
 // status is what a visitor is answered when it cannot be passed on.
 func status(err error) (int, string) {
@@ -191,6 +199,8 @@ func modify(res *http.Response) error {
 	h.Del("Strict-Transport-Security")
 	h.Del("Alt-Svc")
 	h.Del("Clear-Site-Data")
+	h.Del("NEL") // would have browsers report to it what they ask of the API's whole name, tokens in paths included
+	h.Del("Report-To")
 	if !v.host {
 		confine(h, in.Header.Get("Origin") == "http://"+local(v.Port))
 	}
@@ -206,6 +216,9 @@ func (v *Visit) outward(to, public string) string {
 	}
 	if u.Host != "" {
 		name, port := splitPort(u.Host)
+		if port == "" && v.Port == 80 && u.Scheme != "https" {
+			port = "80"
+		}
 		own := port == strconv.Itoa(v.Port) && (name == "localhost" || name == "127.0.0.1" || name == "[::1]")
 		if !own && u.Host != public {
 			return to

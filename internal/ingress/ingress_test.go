@@ -244,6 +244,12 @@ func TestTheServerSeesWhatIsItsAffair(t *testing.T) {
 		if shown := fmt.Sprint(saw.Header, saw.RequestURI, saw.Host); strings.Contains(shown, "secret") || strings.Contains(shown, key.Sign(target, now.Add(time.Hour))) {
 			t.Errorf("%s: the server saw a secret: %s", form, shown)
 		}
+		for _, credentials := range []string{"bearer ods_secret", "BEARER  ods_secret"} {
+			f.ask(http.MethodGet, address, "", "Authorization", "Basic YTpi", "Authorization", credentials)
+			if got := saw.Header.Values("Authorization"); len(got) > 0 {
+				t.Errorf("%s: the server saw %q", form, got)
+			}
+		}
 		f.ask(http.MethodGet, address, "", "Authorization", "Basic YTpi", "Origin", "https://elsewhere", "Referer", "https://elsewhere/x")
 		if saw.Header.Get("Authorization") == "" || saw.Header.Get("Origin") != "https://elsewhere" || saw.Header.Get("Referer") != "https://elsewhere/x" {
 			t.Errorf("%s: the server saw %v", form, saw.Header)
@@ -282,7 +288,8 @@ func TestWhatTheServerSaysOfItself(t *testing.T) {
 		header = http.Header{"Set-Cookie": {
 			"a=b; Domain=example.com; Path=/x; Secure; SameSite=None", "c=d", "e=f;path=/;HttpOnly", "g=h; Path=bad",
 			"__Host-opendsec=mine; Path=/; Secure", "__HOST-OpenDsec=mine",
-		}, "Clear-Site-Data": {`"*"`}, "Strict-Transport-Security": {"max-age=1; includeSubDomains"}, "Alt-Svc": {"h3"}}
+		}, "Clear-Site-Data": {`"*"`}, "Strict-Transport-Security": {"max-age=1; includeSubDomains"}, "Alt-Svc": {"h3"},
+			"Nel": {`{"report_to":"x","max_age":9}`}, "Report-To": {`{"group":"x","max_age":9,"endpoints":[{"url":"https://elsewhere/"}]}`}}
 		res, _ := f.ask(http.MethodGet, address, "")
 		want := []string{
 			"a=b; Secure; SameSite=None; Path=" + u.Path + "x", "c=d; Path=" + u.Path, "e=f;HttpOnly; Path=" + u.Path, "g=h; Path=" + u.Path,
@@ -290,11 +297,29 @@ func TestWhatTheServerSaysOfItself(t *testing.T) {
 		if d := cmp.Diff(want, res.Header.Values("Set-Cookie")); d != "" {
 			t.Errorf("%s: cookies (-want +got):\n%s", form, d)
 		}
-		for _, name := range []string{"Clear-Site-Data", "Strict-Transport-Security", "Alt-Svc"} {
+		for _, name := range []string{"Clear-Site-Data", "Strict-Transport-Security", "Alt-Svc", "NEL", "Report-To"} {
 			if res.Header.Get(name) != "" {
 				t.Errorf("%s: %s came through", form, name)
 			}
 		}
+	}
+}
+
+// A server on port 80 leaves the port out.
+func TestRedirectsOfPort80(t *testing.T) {
+	to := ingress.Target{Sandbox: target.Sandbox, Port: 80}
+	server := httptest.NewServer(http.RedirectHandler("http://localhost/x", http.StatusFound))
+	t.Cleanup(server.Close)
+	proxy := ingress.New(func(ctx context.Context, _ ingress.Target) (net.Conn, error) {
+		return (&net.Dialer{}).DialContext(ctx, "tcp", server.Listener.Addr().String())
+	}, slog.New(slog.NewTextHandler(t.Output(), nil)))
+	address := ingress.Address(to, "token", "", "api.test")
+	r := httptest.NewRequest(http.MethodGet, address, nil)
+	v, _ := ingress.Find(r, "")
+	w := httptest.NewRecorder()
+	proxy.Serve(w, r, v)
+	if got, want := w.Header().Get("Location"), r.URL.Path+"x"; got != want {
+		t.Errorf("a redirect goes to %q, want %q", got, want)
 	}
 }
 
