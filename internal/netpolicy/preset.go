@@ -17,9 +17,9 @@ var presetFiles embed.FS
 
 // Preset is a named list of rules.
 type Preset struct {
-	Name  string
-	About string   // a sentence
-	Rules []string // in the form that Parse reads
+	Name  string   `json:"name"`
+	About string   `json:"about"` // a sentence
+	Rules []string `json:"rules"` // in the form that Parse reads
 
 	entries []rule
 }
