@@ -215,10 +215,14 @@ def test_network(server: Server, use: Any) -> None:
         allowed, denied = await sb.explain_network("example.com"), await sb.explain_network("example.org")
         assert (bool(allowed), allowed.rule, allowed.why) == (True, "example.com", "because")
         assert (bool(denied), denied.rule) == (False, None)
-        for rules in ({"example.com": 1}, {"": True}, ["example.com"], {"wrong": True}):
+        for rules in ({"example.com": 1}, {"": True}, {5: True}, ["example.com"], {"wrong": True}):
             with pytest.raises(opendsec.InvalidArgumentError) as wrong:
                 await sb.update_network(rules)  # type: ignore[arg-type]
             assert wrong.value.field in ("rules", "network_rules")
+        for target in (5, None):
+            with pytest.raises(opendsec.InvalidArgumentError) as wrong:
+                await sb.explain_network(target)  # type: ignore[arg-type]
+            assert wrong.value.field == "target"
         first, second = await sb.denied_egress()
         assert (first.kind, first.count, first.name, first.address, first.port) == (
             "name",

@@ -135,7 +135,7 @@ class DSecRunArgs:
 def check_rules(name: str, rules: Mapping[str, bool] | None) -> dict[str, bool]:
     """Check the form of network rules; what they mean is the server's to say."""
     for key, value in _pairs(name, rules):
-        if not key or not isinstance(value, bool):
+        if not isinstance(key, str) or not key or not isinstance(value, bool):
             raise invalid(name, f"{key!r}: {value!r} is not a rule; give name: True or False")
     return dict(rules or {})
 

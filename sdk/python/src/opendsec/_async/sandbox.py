@@ -299,6 +299,8 @@ class Sandbox(Shells, Files, Ports):
             InvalidArgumentError: the target has another form.
             SandboxEndedError: it has ended.
         """
+        if not isinstance(target, str):
+            raise invalid("target", f"{target!r} is not a text, such as 'github.com:443'")
         request = sandbox_pb.ExplainNetworkRequest(id=self.id, target=target)
         answer = await self._conn.call(self._api.explain_network, request)
         if answer.decision is None:
