@@ -43,6 +43,15 @@ func (s *Server) updateNetwork(ctx context.Context, id string, rules map[string]
 	if err != nil {
 		return nil, err
 	}
+	// One after the other, and once begun to the end, so that node and record
+	// have the same rules.
+	give, err := s.turns.take(ctx, sb.ID)
+	if err != nil {
+		return nil, err
+	}
+	defer give()
+	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), recordTime)
+	defer cancel()
 	if err := s.edges.updateNetwork(ctx, address, sb.ID, rules); err != nil {
 		return nil, err
 	}

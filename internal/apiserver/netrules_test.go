@@ -1,8 +1,10 @@
 package apiserver_test
 
 import (
+	"fmt"
 	"maps"
 	"strings"
+	"sync"
 	"testing"
 
 	"connectrpc.com/connect"
@@ -45,6 +47,33 @@ func TestNetworkOfSandbox(t *testing.T) {
 	denied, err := dev.sandboxes.ListDenied(t.Context(), connect.NewRequest(&opendsecv1.ListDeniedRequest{Id: sb.GetId()}))
 	if err != nil || denied.Msg.GetTotal() != 1 || denied.Msg.GetDenials()[0].GetName() != "example.com" {
 		t.Errorf("denied: %v, %v", denied, err)
+	}
+}
+
+// Of changes at the same time one is the last, on the node and in the record.
+func TestNetworkUpdatesAtTheSameTime(t *testing.T) {
+	c := newCluster(t, 1)
+	dev := c.developer()
+	id := dev.mustCreate().GetId()
+	for range 20 {
+		var all sync.WaitGroup
+		for i := range 8 {
+			all.Go(func() {
+				rules := map[string]bool{fmt.Sprintf("n%d.example.com", i): true}
+				if _, err := dev.sandboxes.UpdateNetwork(t.Context(), connect.NewRequest(&opendsecv1.UpdateNetworkRequest{Id: id, NetworkRules: rules})); err != nil {
+					t.Error(err)
+				}
+			})
+		}
+		all.Wait()
+		sb, err := dev.get(id)
+		if err != nil {
+			t.Fatal(err)
+		}
+		node := c.edges[0].Request(sandbox.ID(id)).GetSpec().GetNetworkRules()
+		if record := sb.GetSpec().GetNetworkRules(); !maps.Equal(record, node) {
+			t.Fatalf("the record has the rules %v, the node %v", record, node)
+		}
 	}
 }
 
