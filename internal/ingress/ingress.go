@@ -74,8 +74,22 @@ func (p *Proxy) Serve(w http.ResponseWriter, r *http.Request, v Visit) {
 	case !v.host && preflight(w, r):
 		return
 	}
-	p.reverse.ServeHTTP(w, r.WithContext(context.WithValue(r.Context(), visitKey{}, &v)))
+	p.reverse.ServeHTTP(finalOnly{w}, r.WithContext(context.WithValue(r.Context(), visitKey{}, &v)))
 }
+
+// finalOnly keeps back what a server says before its answer, such as early
+// hints: nothing takes out of that what is not the server's to say.
+type finalOnly struct{ http.ResponseWriter }
+
+// WriteHeader begins the answer.
+func (w finalOnly) WriteHeader(code int) {
+	if code >= 200 || code == http.StatusSwitchingProtocols {
+		w.ResponseWriter.WriteHeader(code)
+	}
+}
+
+// Unwrap lets http.ResponseController find what w can do.
+func (w finalOnly) Unwrap() http.ResponseWriter { return w.ResponseWriter }
 
 func redirect(w http.ResponseWriter, to, query string) {
 	if query != "" {

@@ -10,6 +10,8 @@ import (
 	"net"
 	"net/http"
 	"net/http/httptest"
+	"net/http/httptrace"
+	"net/textproto"
 	"net/url"
 	"strings"
 	"testing"
@@ -301,6 +303,36 @@ func TestWhatTheServerSaysOfItself(t *testing.T) {
 			if res.Header.Get(name) != "" {
 				t.Errorf("%s: %s came through", form, name)
 			}
+		}
+	}
+}
+
+// What comes before an answer is not looked through, so it does not come through.
+func TestEarlyHintsAreKeptBack(t *testing.T) {
+	f := newFront(t, func(w http.ResponseWriter, r *http.Request) {
+		w.Header().Set("Set-Cookie", "a=b; Path=/")
+		w.Header().Set("Link", "</style.css>; rel=preload")
+		w.WriteHeader(http.StatusEarlyHints)
+		w.Header().Del("Set-Cookie")
+		_, _ = io.Copy(w, r.Body)
+	})
+	for form, address := range forms() {
+		early := 0
+		ctx := httptrace.WithClientTrace(t.Context(), &httptrace.ClientTrace{
+			Got1xxResponse: func(int, textproto.MIMEHeader) error { early++; return nil },
+		})
+		req, err := http.NewRequestWithContext(ctx, http.MethodPut, address, strings.NewReader("the body"))
+		if err != nil {
+			t.Fatal(err)
+		}
+		res, err := f.Client().Do(req)
+		if err != nil {
+			t.Fatal(err)
+		}
+		got, err := io.ReadAll(res.Body)
+		res.Body.Close()
+		if err != nil || string(got) != "the body" || early != 0 || res.Header.Get("Set-Cookie") != "" {
+			t.Errorf("%s: %d answers before %q with %v, %v", form, early, got, res.Header, err)
 		}
 	}
 }
