@@ -92,7 +92,12 @@ func TestDataPlaneStreamsBothWaysAtOnce(t *testing.T) {
 			r, w := io.Pipe()
 			ctx, cancel := context.WithTimeout(t.Context(), 20*time.Second)
 			defer cancel()
-			res, err := client.Do(dev.request(ctx, id, "/process.Process/Start", r))
+			req := dev.request(ctx, id, "/process.Process/Start", r)
+			if name == "HTTP/1.1" {
+				req.Header.Set("Connection", "Upgrade")
+				req.Header.Set("Upgrade", "h2c") // as some clients offer it; it may be left alone
+			}
+			res, err := client.Do(req)
 			if err != nil {
 				t.Fatal(err)
 			}

@@ -101,6 +101,9 @@ func newDataPlane(s *Server) *dataPlane {
 			r.Out.URL.Scheme, r.Out.URL.Host = rt.node.Scheme, rt.node.Host
 			r.Out.Host = ""
 			r.Out.Header.Del("Authorization")
+			// Nothing here is asked for by an upgrade, and HTTP/2 has none.
+			r.Out.Header.Del("Upgrade")
+			r.Out.Header.Del("Connection")
 		},
 		ErrorHandler: s.proxyFailed,
 	}}
