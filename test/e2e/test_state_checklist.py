@@ -254,16 +254,11 @@ def test_resource_use(on: str) -> None:
     async def work(client: DSecClient) -> None:
         async with await client.run_sandbox(small(on, memory_limit_mb=256)) as sb:
             await begin(sb)
-            await out(
-                sb,
-                "nohup python3 -c 'import time; x = bytes(range(256)) * 400000; time.sleep(1000)' >/dev/null 2>&1 &",
-            )
+            fill = 'x = bytes(range(256)) * 400000; open("/tmp/filled", "w"); time.sleep(1000)'
+            await out(sb, f"nohup python3 -c 'import time; {fill}' >/dev/null 2>&1 &")
             own = state() / "edge" / "sandboxes" / sb.id
-
-            async def filled() -> bool:
-                return (await sb.metrics()).memory_bytes > 100 << 20
-
-            await until("its memory is in use", filled)
+            await out(sb, "until [ -e /tmp/filled ]; do sleep 0.05; done")
+            assert (await sb.metrics()).memory_bytes > 100 << 20
             forks = await sb.fork(count=3)
             async with ended(*forks):
                 for f in forks:
