@@ -18,14 +18,21 @@ import (
 
 	"github.com/kernflux/opendsec/internal/backend"
 	"github.com/kernflux/opendsec/internal/backend/backendtest"
+	"github.com/kernflux/opendsec/internal/cgroup"
 	"github.com/kernflux/opendsec/internal/sandbox"
 )
 
 func place(t testing.TB) backendtest.Place {
 	dir := t.TempDir()
+	prefix := backend.Prefix(dir)
+	t.Cleanup(func() {
+		if err := cgroup.RemoveParent(prefix); err != nil {
+			t.Error(err)
+		}
+	})
 	return backendtest.Place{
 		Log:      slog.New(slog.NewTextHandler(t.Output(), nil)),
-		StateDir: dir, Prefix: backend.Prefix(dir),
+		StateDir: dir, Prefix: prefix,
 	}
 }
 
