@@ -32,7 +32,7 @@ func (s *Server) unheardOf(ctx context.Context, sb *sandbox.Sandbox) bool {
 	if err != nil {
 		return false
 	}
-	_, err = s.edges.metrics(ctx, address, sb.ID)
+	_, err = s.edges.look(ctx, address, sb.ID)
 	return fault.Is(err, fault.NotFound)
 }
 

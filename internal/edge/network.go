@@ -178,8 +178,7 @@ func explainRules(rules map[string]bool, target string) (netpolicy.Decision, err
 	return policy.Decide(q), nil
 }
 
-// keepPins writes to the journal what names have led to, and opens networks
-// that could not be opened before, once in a while.
+// keepPins writes to the journal what names have led to, once in a while.
 func (e *Edge) keepPins(ctx context.Context) {
 	tick := time.NewTicker(pinsEvery)
 	defer tick.Stop()

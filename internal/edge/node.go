@@ -61,7 +61,7 @@ func (e *Edge) full() error {
 	if err != nil || free >= e.floor {
 		return err
 	}
-	return fault.New(fault.Capacity, "node %s is low on memory: %d MiB are free and %d must stay so; stop or pause sandboxes",
+	return fault.New(fault.Capacity, "node %s is low on memory: %d MiB are free and %d must stay so (memory_floor_mb); stop or pause sandboxes, or end what else takes memory there",
 		e.cfg.Name, free, e.floor)
 }
 
