@@ -4,7 +4,6 @@ import (
 	"context"
 
 	"github.com/kernflux/opendsec/internal/fault"
-	"github.com/kernflux/opendsec/internal/iam/role"
 	"github.com/kernflux/opendsec/internal/netpolicy"
 	"github.com/kernflux/opendsec/internal/sandbox"
 )
@@ -39,28 +38,21 @@ func (s *Server) updateNetwork(ctx context.Context, id string, rules map[string]
 	if err := checkNetwork("network_rules", rules); err != nil {
 		return nil, err
 	}
-	sb, address, err := s.findAlive(ctx, id, role.Developer)
-	if err != nil {
-		return nil, err
-	}
-	// One after the other, and once begun to the end, so that node and record
-	// have the same rules.
-	give, err := s.turns.take(ctx, sb.ID)
-	if err != nil {
-		return nil, err
-	}
-	defer give()
-	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), recordTime)
-	defer cancel()
-	if err := s.edges.updateNetwork(ctx, address, sb.ID, rules); err != nil {
-		return nil, err
-	}
-	return s.deps.DB.UpdateSandbox(ctx, sb.ID, func(r *sandbox.Sandbox) error {
-		if r.End != nil {
-			return ended(r.ID, *r.End)
+	return s.inTurn(ctx, id, sandbox.Running, func(ctx context.Context, sb *sandbox.Sandbox) (*sandbox.Sandbox, error) {
+		address, err := s.nodes.of(ctx, sb.Node)
+		if err != nil {
+			return nil, err
 		}
-		r.Spec.NetworkRules = rules
-		return nil
+		if err := s.edges.updateNetwork(ctx, address, sb.ID, rules); err != nil {
+			return nil, err
+		}
+		return s.deps.DB.UpdateSandbox(ctx, sb.ID, func(r *sandbox.Sandbox) error {
+			if r.End != nil {
+				return ended(r.ID, *r.End)
+			}
+			r.Spec.NetworkRules = rules
+			return nil
+		})
 	})
 }
 

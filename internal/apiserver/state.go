@@ -16,7 +16,7 @@ import (
 // sandbox takes a while to the disk and back.
 const stateTimeout = 10 * time.Minute
 
-// turns let the calls that pause and resume one sandbox go one after the other
+// turns let the calls that pause one sandbox, resume it or change its network rules go one after the other
 // within this process, so that the record is what the last of them did. Those
 // of other processes meet at the node, and the watcher mends the record.
 type turns struct {
