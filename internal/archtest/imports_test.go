@@ -51,6 +51,7 @@ var placed = map[string]layer{
 	"internal/ocispec":     capabilities,
 	"internal/reflink":     capabilities,
 	"internal/store":       capabilities,
+	"internal/takeover":    capabilities,
 	"internal/tunnel":      capabilities,
 
 	"internal/apiserver": components,

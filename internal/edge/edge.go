@@ -19,12 +19,12 @@ import (
 	"time"
 
 	"golang.org/x/sync/errgroup"
-	"golang.org/x/sys/unix"
 
 	"github.com/kernflux/opendsec/internal/backend"
 	"github.com/kernflux/opendsec/internal/edge/journal"
 	"github.com/kernflux/opendsec/internal/fault"
 	"github.com/kernflux/opendsec/internal/sandbox"
+	"github.com/kernflux/opendsec/internal/takeover"
 )
 
 // Deps is what an edge works with. The caller closes what it opened, after Run
@@ -199,16 +199,12 @@ func lock(dir string) (unlock func(), err error) {
 	if err := os.MkdirAll(dir, 0o711); err != nil {
 		return nil, fmt.Errorf("make the state directory: %w", err)
 	}
-	f, err := os.OpenFile(filepath.Join(dir, "edge.lock"), os.O_RDWR|os.O_CREATE, 0o600)
+	f, err := takeover.Lock(filepath.Join(dir, "edge.lock"), takeover.Patience)
+	if errors.Is(err, takeover.ErrHeld) {
+		return nil, fmt.Errorf("another edge runs on the state directory %s: stop it first, or choose another directory", dir)
+	}
 	if err != nil {
 		return nil, fmt.Errorf("lock the state directory: %w", err)
-	}
-	if err := unix.Flock(int(f.Fd()), unix.LOCK_EX|unix.LOCK_NB); err != nil {
-		f.Close()
-		if errors.Is(err, unix.EWOULDBLOCK) {
-			return nil, fmt.Errorf("another edge runs on the state directory %s: stop it first, or choose another directory", dir)
-		}
-		return nil, fmt.Errorf("lock the state directory %s: %w", dir, err)
 	}
 	return func() { f.Close() }, nil
 }

@@ -32,12 +32,11 @@ import (
 	"slices"
 	"sync"
 
-	"golang.org/x/sys/unix"
-
 	"github.com/kernflux/opendsec/internal/backend"
 	"github.com/kernflux/opendsec/internal/fault"
 	"github.com/kernflux/opendsec/internal/image/layer"
 	"github.com/kernflux/opendsec/internal/sandbox"
+	"github.com/kernflux/opendsec/internal/takeover"
 )
 
 // Config is the part of an image's configuration that a sandbox gets.
@@ -140,12 +139,9 @@ func Open(log *slog.Logger, dir string) (*Store, error) {
 	if dir, err = filepath.EvalSymlinks(dir); err != nil {
 		return nil, fmt.Errorf("open the image store: %w", err)
 	}
-	lock, err := os.OpenFile(filepath.Join(dir, lockName), os.O_CREATE|os.O_RDWR, 0o600)
+	lock, err := takeover.Lock(filepath.Join(dir, lockName), takeover.Patience)
 	if err != nil {
-		return nil, fmt.Errorf("open the image store %s: %w", dir, err)
-	}
-	if err := unix.Flock(int(lock.Fd()), unix.LOCK_EX|unix.LOCK_NB); err != nil {
-		return nil, errors.Join(fmt.Errorf("lock the image store %s: another process has it open: %w", dir, err), lock.Close())
+		return nil, fmt.Errorf("open the image store %s, which one process at a time may: %w", dir, err)
 	}
 	s := &Store{
 		log: log, dir: dir, lock: lock, reserve: reserve,

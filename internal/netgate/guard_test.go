@@ -6,6 +6,8 @@ import (
 	"net"
 	"net/netip"
 	"os"
+	"os/exec"
+	"strconv"
 	"strings"
 	"sync"
 	"testing"
@@ -141,6 +143,53 @@ func TestClosedWithoutGuard(t *testing.T) {
 	if b := w.Bypasses(); len(b) > 0 {
 		t.Errorf("got through: %s", b)
 	}
+}
+
+// A child that a killed process was starting has its sockets open for a moment;
+// the next process waits for that.
+func TestOpenBesideChildOfKilled(t *testing.T) {
+	w := gatetest.New(t)
+	gu := newGuest(t, newGate(t, Config{}))
+	gu.open(gatetest.Rules())
+	child := exec.Command("cat")
+	for _, f := range ownSockets(t) {
+		defer f.Close()
+		child.ExtraFiles = append(child.ExtraFiles, f)
+	}
+	in, err := child.StdinPipe()
+	must(t, err)
+	must(t, child.Start())
+	t.Cleanup(func() { in.Close(); _ = child.Wait() })
+	for _, f := range child.ExtraFiles {
+		must(t, f.Close())
+	}
+	gu.guard.Close()
+	time.AfterFunc(100*time.Millisecond, func() { in.Close() })
+	gu.open(gatetest.Rules())
+	if _, err := gu.resolve("example.com"); err != nil {
+		t.Error(err)
+	}
+	if b := w.Bypasses(); len(b) > 0 {
+		t.Errorf("got through: %s", b)
+	}
+}
+
+// ownSockets returns copies of all sockets that this process has open.
+func ownSockets(t *testing.T) (files []*os.File) {
+	t.Helper()
+	entries, err := os.ReadDir("/proc/self/fd")
+	must(t, err)
+	for _, e := range entries {
+		if to, err := os.Readlink("/proc/self/fd/" + e.Name()); err != nil || !strings.HasPrefix(to, "socket:") {
+			continue
+		}
+		fd, err := strconv.Atoi(e.Name())
+		must(t, err)
+		copied, err := unix.FcntlInt(uintptr(fd), unix.F_DUPFD_CLOEXEC, 0)
+		must(t, err)
+		files = append(files, os.NewFile(uintptr(copied), e.Name()))
+	}
+	return files
 }
 
 func TestChangeOfPolicy(t *testing.T) {

@@ -25,11 +25,13 @@ import (
 	"time"
 
 	"github.com/google/nftables"
+	"golang.org/x/sys/unix"
 
 	"github.com/kernflux/opendsec/internal/backend"
 	"github.com/kernflux/opendsec/internal/netpolicy"
 	"github.com/kernflux/opendsec/internal/netpolicy/dnsproxy"
 	"github.com/kernflux/opendsec/internal/sandbox"
+	"github.com/kernflux/opendsec/internal/takeover"
 )
 
 // Config is what all sandboxes of a node share. A zero field means its default.
@@ -259,12 +261,18 @@ func (gd *Guard) begun() error {
 	if err := gd.ensure(); err != nil {
 		return err
 	}
-	s, err := openSockets(gd.slot)
+	// After a restart a child of the killed process may have them yet.
+	var s sockets
+	err = takeover.Wait(takeover.Patience, func() (err error) { s, err = openSockets(gd.slot); return err }, unix.EADDRINUSE)
 	if err != nil {
 		return err
 	}
 	gd.taken = s.tcp
-	if gd.queue, err = openQueue(gd.ns, uint32(gd.limits.FlowsBurst)); err != nil {
+	err = takeover.Wait(takeover.Patience, func() (err error) {
+		gd.queue, err = openQueue(gd.ns, uint32(gd.limits.FlowsBurst))
+		return err
+	}, unix.EPERM, unix.EBUSY)
+	if err != nil {
 		return errors.Join(err, s.dns.Close(), s.dnsTCP.Close())
 	}
 	gd.dns = gd.gate.dns.Serve(gd.ctx, dnsproxy.Sandbox{
