@@ -108,7 +108,7 @@ func (pictures) Acquire(_ context.Context, digest string) (backend.Rootfs, image
 func (pictures) Release(string)                     {}
 func (pictures) List() ([]image.Artifact, error)    { return nil, nil }
 func (pictures) Delete(string) error                { return nil }
-func (pictures) File(digest string) (string, error) { return digest, nil }
+func (pictures) Dir(digest string) (string, error) { return digest, nil }
 func (pictures) Sweep() error                       { return nil }
 func (pictures) Begin() (*image.Draft, error)       { return nil, io.ErrUnexpectedEOF }
 func (pictures) Get(digest string) (image.Artifact, error) {

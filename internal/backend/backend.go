@@ -84,6 +84,9 @@ type Config struct {
 	// backend, limits, image and agent are those of this Config. With memory,
 	// the agent has the identity and token of the machine that it was taken of.
 	From *Snapshot
+	// Again says that more machines of From are likely to be wanted: it is an
+	// image's, not one machine's own.
+	Again bool
 	// StateDir is a directory of the sandbox's own on the state file system; it
 	// exists and is empty. The backend puts its files there and nowhere else.
 	StateDir string

@@ -60,6 +60,7 @@ type box struct {
 type origin struct {
 	from  *backend.Snapshot
 	token string // of the agent in it, with memory
+	again bool   // others are likely to begin with it too
 }
 
 func (e *Edge) newBox(entry journal.Entry) *box {

@@ -415,7 +415,7 @@ func (p pictures) Release(string) {
 	p.w.users--
 }
 
-func (p pictures) File(digest string) (string, error) { return "/images/" + digest, nil }
+func (p pictures) Dir(digest string) (string, error) { return "/images/" + digest, nil }
 
 func (p pictures) Get(string) (image.Artifact, error) {
 	return image.Artifact{}, fault.New(fault.NotFound, "nothing is known of it")

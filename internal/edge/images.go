@@ -25,9 +25,8 @@ type ImageUser interface {
 	Acquire(ctx context.Context, digest string) (backend.Rootfs, image.Artifact, error)
 	Release(digest string)
 	Get(digest string) (image.Artifact, error)
-	// File returns the path of the file that backends read an image from,
-	// whether it is there or not.
-	File(digest string) (string, error)
+	// Dir returns the path of an image's directory, whether it is there or not.
+	Dir(digest string) (string, error)
 	List() ([]image.Artifact, error)
 	// Begin makes a place for an image of a sandbox's state.
 	Begin() (*image.Draft, error)
@@ -73,14 +72,14 @@ func (s service) DeleteImage(_ context.Context, req *connect.Request[edgev1.Dele
 	return connect.NewResponse(&edgev1.DeleteImageResponse{}), nil
 }
 
-// holder is a backend that holds machines of an image ready, which keep its
-// file on the disk.
-type holder interface{ Forget(erofs string) }
+// holder is a backend that holds machines of an image ready, which keep the
+// files of its directory on the disk.
+type holder interface{ Forget(dir string) }
 
 // deleteImage removes an image, in whatever condition it is, and what backends
 // hold ready of it.
 func (e *Edge) deleteImage(digest string) error {
-	file, err := e.deps.Images.File(digest)
+	dir, err := e.deps.Images.Dir(digest)
 	if err != nil {
 		return err
 	}
@@ -90,7 +89,7 @@ func (e *Edge) deleteImage(digest string) error {
 	}
 	for _, b := range e.deps.Backends {
 		if h, ok := b.(holder); ok {
-			h.Forget(file)
+			h.Forget(dir)
 		}
 	}
 	return nil

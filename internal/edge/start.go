@@ -182,7 +182,7 @@ func (e *Edge) start(ctx context.Context, b *box) error {
 	}
 	from := b.origin
 	if art.Memory != nil && from.from == nil {
-		from = origin{from: &art.Memory.Snapshot, token: art.Memory.AgentToken}
+		from = origin{from: &art.Memory.Snapshot, token: art.Memory.AgentToken, again: true}
 	}
 	gathered := time.Now()
 	if err := e.boot(ctx, b, from); err != nil {
@@ -249,6 +249,7 @@ func hostname(id sandbox.ID, spec sandbox.Spec) string {
 // box's new spell.
 func (e *Edge) boot(ctx context.Context, b *box, from origin) error {
 	cfg := e.config(b, from.from)
+	cfg.Again = from.again
 	if _, err := e.journal.MakeMachineDir(b.id); err != nil {
 		return outOfDisk(err)
 	}

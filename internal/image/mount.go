@@ -78,15 +78,9 @@ func (s *Store) useTree(digest string) (backend.Rootfs, error) {
 	return root, nil
 }
 
-// File returns the path of the file that backends read an image from, whether
-// it is there or not.
-func (s *Store) File(digest string) (string, error) {
-	dir, err := s.path(digest)
-	if err != nil {
-		return "", err
-	}
-	return erofsOf(dir), nil
-}
+// Dir returns the path of an image's directory, whether it is there or not. All
+// that backends read of the image is in it.
+func (s *Store) Dir(digest string) (string, error) { return s.path(digest) }
 
 // erofsOf returns the file without extended attributes, if the image in dir has
 // one: else it has none.

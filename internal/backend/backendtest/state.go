@@ -205,7 +205,7 @@ func (m *machine) checkSnapshot(s backend.Snapshot, memory bool) {
 func (e *env) configFrom(s taken) backend.Config {
 	e.Helper()
 	cfg := e.config(s.Limits)
-	cfg.From = &s.Snapshot
+	cfg.From, cfg.Again = &s.Snapshot, true
 	return cfg
 }
 

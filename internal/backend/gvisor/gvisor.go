@@ -47,8 +47,8 @@ type Options struct {
 	// Slots gives machines their network.
 	Slots Slots
 	// Pool is how many machines are held ready in all, and besides, how many
-	// sentries to restore snapshots in; 0 is none. A machine takes 16 MiB of
-	// memory, a sentry 8.
+	// sentries to restore snapshots in; 0 is none. Of what is wanted several at a
+	// time there are more. A machine takes 16 MiB of memory, a sentry 8.
 	Pool int
 	// DebugDir gets one log per sentry, for the search of a defect. Sentries
 	// log nothing when it is "". It makes them much slower.
@@ -71,8 +71,11 @@ type Backend struct {
 	opts Options
 	conf *config.Config
 	pool *pool // of machines that run
-	// booted has sentries that have not begun anything, for snapshots.
-	booted  *pool
+	// booted has sentries that have not begun anything, for snapshots, and copies
+	// those with the memory of one, which have not begun to run.
+	booted, copies *pool
+	// origins has the snapshots of copies, by directory.
+	origins sync.Map
 	version runtimeVersion
 	work    *workers
 
@@ -124,8 +127,9 @@ func New(o Options) (*Backend, error) {
 	}
 	b := &Backend{log: o.Log, opts: o, conf: conf, work: newWorkers(), live: map[string]sandbox.ID{},
 		held: map[string]*sentry{}, shares: newShares(o.StateDir), tending: make(chan struct{}, 1)}
-	b.pool = newPool(o.Log, o.Pool, b.prepare, b.dismiss, b.creating)
-	b.booted = newPool(o.Log, o.Pool, func(ctx context.Context, k key) (*sentry, error) { return b.lend(ctx, k, b.hold) }, b.dismiss, b.creating)
+	b.pool = newPool(o.Log, sizeOfPool(o.Pool, o.Pool), b.prepare, b.dismiss, b.creating)
+	b.booted = newPool(o.Log, sizeOfPool(o.Pool, o.Pool), func(ctx context.Context, k key) (*sentry, error) { return b.lend(ctx, k, b.hold) }, b.dismiss, b.creating)
+	b.copies = newPool(o.Log, sizeOfPool(o.Pool, 0), b.copy, b.dismiss, b.creating)
 	return b, nil
 }
 
@@ -308,16 +312,18 @@ func (b *Backend) startTending() {
 	b.tendStart.Do(func() { b.work.start(b.tend) })
 }
 
-// Forget ends what is held ready of an image, by its EROFS file, so that the
-// file can go from the disk. Machines go on.
-func (b *Backend) Forget(erofs string) {
-	b.pool.forget(erofs)
-	b.booted.forget(erofs)
+// Forget ends what is held ready of an image, by its directory, so that its
+// files can go from the disk. Machines go on.
+func (b *Backend) Forget(dir string) {
+	b.origins.Delete(dir)
+	for _, p := range []*pool{b.pool, b.booted, b.copies} {
+		p.forget(dir)
+	}
 }
 
 // Close ends the machines that are held ready.
 func (b *Backend) Close() error {
 	b.work.stop()
 	b.shares.close()
-	return errors.Join(b.pool.close(), b.booted.close(), cgroup.RemoveParent(b.opts.Prefix))
+	return errors.Join(b.pool.close(), b.booted.close(), b.copies.close(), cgroup.RemoveParent(b.opts.Prefix))
 }

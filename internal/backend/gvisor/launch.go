@@ -44,7 +44,7 @@ func (b *Backend) launch(ctx context.Context, k key, slot backend.Slot, files *b
 	s.Slot = slot
 	err = s.start(ctx, k.pids)
 	if err == nil && files != nil {
-		err = s.loaded(ctx)
+		err = s.filled(ctx)
 	}
 	if err != nil {
 		return nil, errors.Join(err, s.crash(), b.discard(s))

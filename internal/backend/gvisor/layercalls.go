@@ -25,6 +25,7 @@ const (
 	callLayerStat    = "containerManager.LayerStat"
 	callLayerFDs     = "containerManager.LayerFDs"
 	callLayerDetach  = "containerManager.LayerDetach"
+	callRestoreStart = "containerManager.RestoreStart"
 )
 
 // layerSaveArgs are control.SaveOpts with what the diffs add.
@@ -86,6 +87,7 @@ type layerRestoreArgs struct {
 	urpc.FilePayload
 	HavePagesFile bool
 	Layers        []string // whose files are the last
+	Held          bool     // until callRestoreStart
 }
 
 // layered reports whether the sentry knows these calls.

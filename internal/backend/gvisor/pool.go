@@ -6,6 +6,8 @@ import (
 	"log/slog"
 	"sync"
 	"time"
+
+	"golang.org/x/sys/unix"
 )
 
 const (
@@ -15,17 +17,21 @@ const (
 	// yield is how long the pool waits for creations under way, which it would
 	// take the CPU from. Under a steady stream of them it must work all the same.
 	yield = time.Second
-	// retention is how long a key that is not used has machines ready.
+	// retention is how long a key that is not used has machines ready, and how
+	// long as many as were wanted at once.
 	retention = 10 * time.Minute
+	// burst is the time within which machines are wanted at once: about that of
+	// making the pool's machines anew.
+	burst = time.Second
 	// review is how often the pool looks whether it has to change by itself.
 	review = time.Minute
 )
 
-// pool holds machines of the keys that were used lately ready, an equal share
-// for each.
+// pool holds machines of the keys that were used lately ready: an equal share
+// for each, and as many as were wanted at once where that is more.
 type pool struct {
 	log    *slog.Logger
-	size   int
+	size   poolSize
 	launch func(context.Context, key) (*sentry, error)
 	end    func(*sentry) error
 	busy   func() bool // a creation is under way
@@ -39,17 +45,66 @@ type pool struct {
 	running bool
 	closed  bool
 	ready   map[key][]*sentry
-	used    map[key]time.Time // last use; its keys are those the pool works for
+	used    map[key]*demand // its keys are those the pool works for
 }
 
-// newPool returns a pool for up to size sentries. It begins to work with its
-// first use.
-func newPool(log *slog.Logger, size int, launch func(context.Context, key) (*sentry, error), end func(*sentry) error, busy func() bool) *pool {
+// poolSize bounds a pool. With none it holds nothing.
+type poolSize struct {
+	keys  int // that it works for
+	even  int // machines that the keys share evenly, one for each at least
+	extra int // more machines, for keys of which many are wanted at once
+}
+
+// maxExtra is the most of poolSize.extra.
+const maxExtra = 16
+
+// sizeOfPool returns the size of a pool of some keys, of which even share that
+// many machines. A node has one extra machine for each GiB of memory.
+func sizeOfPool(keys, even int) poolSize {
+	extra := maxExtra
+	var info unix.Sysinfo_t
+	if err := unix.Sysinfo(&info); err == nil {
+		extra = int(min(maxExtra, info.Totalram*uint64(info.Unit)>>30))
+	}
+	return poolSize{keys: keys, even: even, extra: extra}
+}
+
+// demand says how often a key is used.
+type demand struct {
+	last  time.Time
+	begin time.Time // of the burst
+	count int       // machines wanted in the burst
+	peak  int       // the most of a burst
+	at    time.Time // when that was
+}
+
+// note counts a machine that is wanted.
+func (d *demand) note(now time.Time) {
+	if now.Sub(d.begin) > burst {
+		d.begin, d.count = now, 0
+	}
+	d.count++
+	d.last = now
+	d.age(now)
+	if d.count >= d.peak {
+		d.peak, d.at = d.count, now
+	}
+}
+
+// age forgets a peak that was long ago.
+func (d *demand) age(now time.Time) {
+	if now.Sub(d.at) > retention {
+		d.peak, d.at = 0, now
+	}
+}
+
+// newPool returns a pool. It begins to work with its first use.
+func newPool(log *slog.Logger, size poolSize, launch func(context.Context, key) (*sentry, error), end func(*sentry) error, busy func() bool) *pool {
 	ctx, stop := context.WithCancel(context.Background())
 	return &pool{
 		log: log, size: size, launch: launch, end: end, busy: busy,
 		ctx: ctx, stop: stop, poke: make(chan struct{}, 1),
-		ready: map[key][]*sentry{}, used: map[key]time.Time{},
+		ready: map[key][]*sentry{}, used: map[key]*demand{},
 	}
 }
 
@@ -61,7 +116,7 @@ func (p *pool) take(k key, now time.Time) *sentry {
 	if p.closed {
 		return nil
 	}
-	p.note(k, now)
+	p.note(k, now).note(now)
 	for len(p.ready[k]) > 0 {
 		s := p.ready[k][0]
 		p.ready[k] = p.ready[k][1:]
@@ -77,23 +132,28 @@ func (p *pool) take(k key, now time.Time) *sentry {
 func (p *pool) want(k key, now time.Time) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
-	p.note(k, now)
+	p.note(k, now).last = now
 }
 
-// note has sentries of a key made. p.mu is held.
-func (p *pool) note(k key, now time.Time) {
-	if p.size <= 0 || p.closed {
-		return
+// note has sentries of a key made. It returns the key's demand. p.mu is held.
+func (p *pool) note(k key, now time.Time) *demand {
+	d := p.used[k]
+	if d == nil {
+		d = &demand{last: now, at: now}
+	}
+	if p.size.keys <= 0 || p.closed {
+		return d
 	}
 	if !p.running {
 		p.running = true
 		p.work.Go(p.run)
 	}
-	p.used[k] = now
+	p.used[k] = d
 	select {
 	case p.poke <- struct{}{}:
 	default:
 	}
+	return d
 }
 
 // run fills the pool after each use until the pool is closed.
@@ -165,22 +225,24 @@ func (p *pool) fill() {
 func (p *pool) plan(now time.Time) (missing key, any bool, surplus []*sentry) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
-	for k, at := range p.used {
-		if now.Sub(at) > retention {
+	for k, d := range p.used {
+		d.age(now)
+		if now.Sub(d.last) > retention {
 			delete(p.used, k)
 		}
 	}
-	for len(p.used) > p.size {
+	for len(p.used) > p.size.keys {
 		oldest, at := key{}, now
-		for k, t := range p.used {
-			if !t.After(at) {
-				oldest, at = k, t
+		for k, d := range p.used {
+			if !d.last.After(at) {
+				oldest, at = k, d.last
 			}
 		}
 		delete(p.used, oldest)
 	}
+	shares := p.shares()
 	for k, list := range p.ready {
-		n := p.share(k)
+		n := shares[k]
 		if len(list) > n {
 			surplus = append(surplus, list[n:]...)
 			p.ready[k] = list[:n:n]
@@ -190,20 +252,32 @@ func (p *pool) plan(now time.Time) (missing key, any bool, surplus []*sentry) {
 		}
 	}
 	var latest time.Time
-	for k, at := range p.used {
-		if len(p.ready[k]) < p.share(k) && (!any || at.After(latest)) {
-			missing, any, latest = k, true, at
+	for k, d := range p.used {
+		if len(p.ready[k]) < shares[k] && (!any || d.last.After(latest)) {
+			missing, any, latest = k, true, d.last
 		}
 	}
 	return missing, any, surplus
 }
 
-// share returns how many sentries of a key the pool should hold.
-func (p *pool) share(k key) int {
-	if _, ok := p.used[k]; !ok {
-		return 0
+// shares returns how many sentries of each key the pool should hold. It does not
+// depend on which key was used last, so that keys used in turn do not take each
+// other's machines away. p.mu is held.
+func (p *pool) shares() map[key]int {
+	even := max(1, p.size.even/max(1, len(p.used)))
+	more := 0
+	for _, d := range p.used {
+		more += max(0, d.peak-even)
 	}
-	return max(1, p.size/len(p.used))
+	shares := make(map[key]int, len(p.used))
+	for k, d := range p.used {
+		wants := max(0, d.peak-even)
+		if more > p.size.extra {
+			wants = wants * p.size.extra / more
+		}
+		shares[k] = even + wants
+	}
+	return shares
 }
 
 func (p *pool) discard(s *sentry) {
@@ -212,18 +286,18 @@ func (p *pool) discard(s *sentry) {
 	}
 }
 
-// forget ends the machines that are ready for an image.
-func (p *pool) forget(rootfs string) {
+// forget ends the machines that are ready for an image, by its directory.
+func (p *pool) forget(dir string) {
 	p.mu.Lock()
 	var out []*sentry
 	for k, list := range p.ready {
-		if k.rootfs == rootfs {
+		if k.of(dir) {
 			out = append(out, list...)
 			delete(p.ready, k)
 		}
 	}
 	for k := range p.used {
-		if k.rootfs == rootfs {
+		if k.of(dir) {
 			delete(p.used, k)
 		}
 	}

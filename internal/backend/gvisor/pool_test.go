@@ -24,7 +24,9 @@ type plant struct {
 	busy  atomic.Bool
 }
 
-func (f *plant) pool(size int) *pool {
+func (f *plant) pool(size int) *pool { return f.poolOf(poolSize{keys: size, even: size}) }
+
+func (f *plant) poolOf(size poolSize) *pool {
 	return newPool(slog.New(slog.NewTextHandler(f.t.Output(), nil)), size, f.launch, f.end, f.busy.Load)
 }
 
@@ -129,6 +131,82 @@ func TestPoolHoldsNoMoreThanItsSize(t *testing.T) {
 		}
 		if p.take(key{rootfs: "3"}, time.Now()) != nil {
 			t.Error("a closed pool gives something")
+		}
+	})
+}
+
+// takes takes n machines at once, and ends them.
+func (f *plant) takes(p *pool, k key, n int) (had int) {
+	for range n {
+		if s := p.take(k, time.Now()); s != nil {
+			f.end(s)
+			had++
+		}
+	}
+	return had
+}
+
+func TestPoolHoldsWhatWasWantedAtOnce(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		f := &plant{t: t}
+		p := f.poolOf(poolSize{keys: 4, even: 4, extra: 8})
+		a, b := key{rootfs: "a"}, key{rootfs: "b"}
+		f.takes(p, a, 8)
+		<-time.After(2 * time.Second)
+		if had := f.takes(p, a, 8); had != 8 {
+			t.Errorf("%d of 8 were ready for the second time", had)
+		}
+		<-time.After(2 * time.Second)
+		// Both together want twice what there is.
+		f.takes(p, b, 12)
+		<-time.After(2 * time.Second)
+		if p.count(a)+p.count(b) > 12 || p.count(a) < 4 || p.count(b) < 6 {
+			t.Errorf("%d and %d ready; want shares by demand, 12 in all", p.count(a), p.count(b))
+		}
+		// Used in turn, neither takes from the other.
+		made := f.made.Load()
+		for range 10 {
+			f.give(p.take(a, time.Now()))
+			<-time.After(2 * time.Second)
+			f.give(p.take(b, time.Now()))
+			<-time.After(2 * time.Second)
+		}
+		if n := f.made.Load() - made; n != 20 {
+			t.Errorf("%d were made for 20 that were taken", n)
+		}
+		// Single ones go on; the burst is long ago.
+		for range 12 {
+			<-time.After(time.Minute)
+			f.give(p.take(a, time.Now()))
+		}
+		<-time.After(time.Second)
+		if p.count(a) != 4 || f.alive.Load() != 4 {
+			t.Errorf("%d ready of %d long after the burst; want the even share", p.count(a), f.alive.Load())
+		}
+		if err := p.close(); err != nil {
+			t.Error(err)
+		}
+	})
+}
+
+func TestPoolHoldsOneOfEachWithoutABurst(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		f := &plant{t: t}
+		p := f.poolOf(poolSize{keys: 2, extra: 4})
+		for n := range 3 {
+			p.take(key{rootfs: fmt.Sprint(n)}, time.Now())
+			<-time.After(2 * time.Second)
+		}
+		if p.count(key{rootfs: "1"}) != 1 || p.count(key{rootfs: "2"}) != 1 || f.alive.Load() != 2 {
+			t.Errorf("%v ready; want one of each of the last two", p.ready)
+		}
+		f.takes(p, key{rootfs: "2"}, 3)
+		<-time.After(2 * time.Second)
+		if p.count(key{rootfs: "2"}) != 3 {
+			t.Errorf("%d ready; want as many as were wanted at once", p.count(key{rootfs: "2"}))
+		}
+		if err := p.close(); err != nil {
+			t.Error(err)
 		}
 	})
 }

@@ -10,6 +10,7 @@ import (
 	"gvisor.dev/gvisor/runsc/boot"
 
 	"github.com/kernflux/opendsec/internal/backend"
+	"github.com/kernflux/opendsec/internal/backend/gvisor/patch"
 )
 
 // Prepare says that snapshots of machines like cfg's will be restored soon:
@@ -21,15 +22,52 @@ func (b *Backend) Prepare(cfg backend.Config) {
 
 // restored returns a sentry with the memory and the processes of a snapshot.
 func (b *Backend) restored(ctx context.Context, k key, cfg backend.Config) (*sentry, error) {
-	s, err := b.waiting(ctx, k, cfg.Slot)
+	s := b.loadedAhead(k, cfg)
+	var err error
+	if s == nil {
+		s, err = b.loadedNow(ctx, k, cfg)
+	}
 	if err != nil {
 		return nil, err
 	}
-	if err := b.restore(ctx, s, *cfg.From); err != nil {
+	if err := s.begin(ctx); err != nil {
 		return nil, errors.Join(fmt.Errorf("create gVisor machine of a snapshot: %w", err), s.crash(), b.dismiss(s))
 	}
 	s.Features = cfg.From.Stamp.CPUFeatures
 	return s, nil
+}
+
+// loadedAhead returns a sentry that has a snapshot's memory, nil when none is
+// ready.
+func (b *Backend) loadedAhead(k key, cfg backend.Config) *sentry {
+	if !cfg.Again || cfg.Slot.Name != "" || !patch.Has(b.sentryVersion()) {
+		return nil
+	}
+	k.state = cfg.From.Dir
+	b.origins.Store(k.state, *cfg.From)
+	return b.copies.take(k, time.Now())
+}
+
+// loadedNow gives a sentry a snapshot's memory.
+func (b *Backend) loadedNow(ctx context.Context, k key, cfg backend.Config) (*sentry, error) {
+	s, err := b.waiting(ctx, k, cfg.Slot)
+	if err != nil {
+		return nil, err
+	}
+	return b.loaded(ctx, s, *cfg.From, false)
+}
+
+// copy makes a copy of a snapshot ahead.
+func (b *Backend) copy(ctx context.Context, k key) (*sentry, error) {
+	from, ok := b.origins.Load(k.state)
+	if !ok {
+		return nil, fmt.Errorf("the snapshot in %s was removed", k.state)
+	}
+	s, err := b.lend(ctx, k, b.hold)
+	if err != nil {
+		return nil, err
+	}
+	return b.loaded(ctx, s, from.(backend.Snapshot), true)
 }
 
 // waiting returns a sentry that waits to be told what it becomes.
@@ -61,37 +99,51 @@ func (s *sentry) network(ctx context.Context) error {
 	return s.talk(ctx, func(c *urpc.Client) error { return s.connect(c, s.Slot) })
 }
 
-// restore makes the sentry what a snapshot with memory was. Its limit on
-// processes inside comes with it.
-func (b *Backend) restore(ctx context.Context, s *sentry, from backend.Snapshot) error {
-	files, err := openSnapshot(from)
-	if err != nil {
-		return err
-	}
+// loaded gives a sentry the memory and the processes of a snapshot. They run, or
+// if held do not until begin. Its limit on processes inside comes with it. On an
+// error the sentry is ended.
+func (b *Backend) loaded(ctx context.Context, s *sentry, from backend.Snapshot, held bool) (_ *sentry, err error) {
 	s.making.Store(true)
 	defer s.making.Store(false)
+	defer func() {
+		if err != nil {
+			err = errors.Join(fmt.Errorf("restore a gVisor machine: %w", told(err)), s.crash(), b.dismiss(s))
+		}
+	}()
+	files, err := openSnapshot(from)
+	if err != nil {
+		return nil, err
+	}
 	layers, files, err := b.layersOf(s, from, files)
 	defer closeAll(files)
 	if err != nil {
-		return err
+		return nil, err
 	}
 	err = s.talk(ctx, func(c *urpc.Client) error {
-		args := layerRestoreArgs{HavePagesFile: true, Layers: layers, FilePayload: urpc.FilePayload{Files: files}}
+		args := layerRestoreArgs{HavePagesFile: true, Layers: layers, Held: held, FilePayload: urpc.FilePayload{Files: files}}
 		return c.Call(boot.ContMgrRestore, &args, nil)
 	})
-	if err == nil {
-		// It runs; what it does after that must go well too. A restored sentry
-		// ends its connections.
-		err = s.talk(ctx, func(c *urpc.Client) error { return c.Call(boot.ContMgrWaitRestore, nil, nil) })
+	s.unstarted = held
+	return s, err
+}
+
+// begin returns when a restored sentry runs; what it does at first must go well
+// too. A sentry that runs has ended the connections from before.
+func (s *sentry) begin(ctx context.Context) error {
+	if s.unstarted {
+		if err := s.talk(ctx, func(c *urpc.Client) error { return c.Call(callRestoreStart, nil, nil) }); err != nil {
+			return fmt.Errorf("start what was restored: %w", told(err))
+		}
+		s.unstarted = false
 	}
-	if err != nil {
+	if err := s.talk(ctx, func(c *urpc.Client) error { return c.Call(boot.ContMgrWaitRestore, nil, nil) }); err != nil {
 		return fmt.Errorf("restore: %w", told(err))
 	}
 	return nil
 }
 
-// loaded returns when a sentry has read all of the layer that it began with.
-func (s *sentry) loaded(ctx context.Context) error {
+// filled returns when a sentry has read all of the layer that it began with.
+func (s *sentry) filled(ctx context.Context) error {
 	return s.talk(ctx, func(c *urpc.Client) error {
 		if err := c.Call(boot.ContMgrWaitFSRestore, &boot.WaitFSRestoreArgs{CID: s.Name}, nil); err != nil {
 			return fmt.Errorf("read the snapshot's files: %w", told(err))

@@ -53,6 +53,9 @@ type sentry struct {
 	// nil for most.
 	memory atomic.Pointer[[]*os.File]
 
+	// unstarted says that it has the memory of a snapshot and runs none of it yet.
+	unstarted bool
+
 	Slot backend.Slot `json:"slot"` // its network
 	lent bool         // the slot is not a sandbox's yet
 

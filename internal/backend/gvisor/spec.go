@@ -5,8 +5,10 @@ import (
 	"fmt"
 	"math"
 	"os"
+	"path/filepath"
 	"slices"
 	"strconv"
+	"strings"
 
 	specs "github.com/opencontainers/runtime-spec/specs-go"
 	"golang.org/x/sys/unix"
@@ -26,6 +28,7 @@ type key struct {
 	memoryMB int64
 	diskMB   int64
 	pids     int64
+	state    string // directory of the snapshot that it has the memory of; "" for none
 }
 
 func keyOf(cfg backend.Config) key {
@@ -37,6 +40,16 @@ func keyOf(cfg backend.Config) key {
 		diskMB:   cfg.Limits.DiskMB,
 		pids:     cfg.Limits.PIDs,
 	}
+}
+
+// of reports whether the machine is made of an image, by its directory.
+func (k key) of(dir string) bool {
+	return within(k.rootfs, dir) || within(k.state, dir)
+}
+
+// within reports whether a path is a directory's or below it.
+func within(path, dir string) bool {
+	return path == dir || strings.HasPrefix(path, dir+string(filepath.Separator))
 }
 
 // What the host's control group gets beyond the sandbox's own memory: the

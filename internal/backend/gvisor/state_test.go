@@ -360,7 +360,7 @@ func TestRestoresTakeFromThePool(t *testing.T) {
 		t.Error(err)
 	}
 	ready(2)
-	w.b.Forget(w.rootfs.EROFS)
+	w.b.Forget(filepath.Dir(w.rootfs.EROFS))
 	ready(0)
 }
 

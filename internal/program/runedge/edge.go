@@ -32,7 +32,8 @@ type Server struct {
 	Listen string `json:"listen"`
 	// SentryPath is the binary that runs gVisor's kernel.
 	SentryPath string `json:"sentry_path"`
-	// ReadyMachines is how many gVisor machines are kept ready; 0 means 4.
+	// ReadyMachines is how many gVisor machines are kept ready; 0 means 4. Of
+	// what is wanted several at a time there are up to 16 more.
 	ReadyMachines int `json:"ready_machines,omitempty"`
 	// ReadySlots is how many network slots are kept ready; 0 means 8.
 	ReadySlots int `json:"ready_slots,omitempty"`
