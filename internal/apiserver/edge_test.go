@@ -105,12 +105,12 @@ type pictures struct{}
 func (pictures) Acquire(_ context.Context, digest string) (backend.Rootfs, image.Artifact, error) {
 	return backend.Rootfs{Digest: digest}, image.Artifact{Digest: digest}, nil
 }
-func (pictures) Release(string)                     {}
-func (pictures) List() ([]image.Artifact, error)    { return nil, nil }
-func (pictures) Delete(string) error                { return nil }
+func (pictures) Release(string)                    {}
+func (pictures) List() ([]image.Artifact, error)   { return nil, nil }
+func (pictures) Delete(string) error               { return nil }
 func (pictures) Dir(digest string) (string, error) { return digest, nil }
-func (pictures) Sweep() error                       { return nil }
-func (pictures) Begin() (*image.Draft, error)       { return nil, io.ErrUnexpectedEOF }
+func (pictures) Sweep() error                      { return nil }
+func (pictures) Begin() (*image.Draft, error)      { return nil, io.ErrUnexpectedEOF }
 func (pictures) Get(digest string) (image.Artifact, error) {
 	return image.Artifact{Digest: digest}, nil
 }
