@@ -5,8 +5,11 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"iter"
 	"os"
+	"sync/atomic"
 
+	"golang.org/x/sync/errgroup"
 	"golang.org/x/sys/unix"
 )
 
@@ -15,26 +18,61 @@ import (
 
 const (
 	memoryPage  = 4 << 10
-	packedChunk = 1 << 20 // bytes that are copied at a time
+	packedChunk = 1 << 20  // bytes that are copied at a time
+	packedPart  = 16 << 20 // bytes that are copied in one go
+	packers     = 2        // that copy at once: more only wait for each other in the file system
 )
 
 // packMemory writes a packed memory file and returns how many bytes it has of
-// the disk.
+// the disk. The host begins to write each part out as soon as it is there, so
+// that little is left for whoever syncs the file.
 func packMemory(to *os.File, saved *layerSaved) (written int64, err error) {
-	buf := make([]byte, packedChunk)
 	end := int64(memoryPage) // a layer is never empty
+	var total atomic.Int64
+	var g errgroup.Group
+	g.SetLimit(packers)
 	for _, p := range saved.Pieces {
 		if p.File < 0 || p.File >= len(saved.files) || p.Source < 0 || p.Place < 0 || p.Length < 0 {
-			return 0, fmt.Errorf("the sentry describes memory wrongly: %+v", p)
-		}
-		n, err := packPiece(to, saved.files[p.File], p, buf)
-		written += n
-		if err != nil {
-			return written, fmt.Errorf("write memory: %w", err)
+			err = fmt.Errorf("the sentry describes memory wrongly: %+v", p)
+			break
 		}
 		end = max(end, p.Place+p.Length)
+		for part := range p.parts() {
+			g.Go(func() error {
+				n, err := packPart(to, saved.files[part.File], part)
+				total.Add(n)
+				return err
+			})
+		}
 	}
-	return written, to.Truncate(end)
+	if err := errors.Join(err, g.Wait()); err != nil {
+		return total.Load(), fmt.Errorf("write memory: %w", err)
+	}
+	return total.Load(), to.Truncate(end)
+}
+
+// parts divides a piece.
+func (p piece) parts() iter.Seq[piece] {
+	return func(yield func(piece) bool) {
+		for p.Length > 0 {
+			part := p
+			part.Length = min(p.Length, packedPart)
+			if !yield(part) {
+				return
+			}
+			p.Source, p.Place, p.Length = p.Source+part.Length, p.Place+part.Length, p.Length-part.Length
+		}
+	}
+}
+
+// packPart copies a part and has the host begin to write it out.
+func packPart(to, from *os.File, p piece) (written int64, err error) {
+	written, err = packPiece(to, from, p, make([]byte, min(p.Length, packedChunk)))
+	if err == nil && written > 0 {
+		// It only begins sooner: one that is refused costs nothing.
+		_ = unix.SyncFileRange(int(to.Fd()), p.Place, p.Length, unix.SYNC_FILE_RANGE_WRITE)
+	}
+	return written, err
 }
 
 // packPiece copies what a piece has data of.
