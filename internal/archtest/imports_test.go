@@ -35,6 +35,7 @@ var placed = map[string]layer{
 
 	"internal/backend/":    capabilities,
 	"internal/agent":       capabilities,
+	"internal/ahead":       capabilities,
 	"internal/agentclient": capabilities,
 	"internal/ca":          capabilities,
 	"internal/cgroup":      capabilities,

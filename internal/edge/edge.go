@@ -20,6 +20,7 @@ import (
 
 	"golang.org/x/sync/errgroup"
 
+	"github.com/kernflux/opendsec/internal/ahead"
 	"github.com/kernflux/opendsec/internal/backend"
 	"github.com/kernflux/opendsec/internal/edge/journal"
 	"github.com/kernflux/opendsec/internal/fault"
@@ -35,7 +36,10 @@ type Deps struct {
 	Images   Images
 	Slots    Slots
 	Gate     Gate // nil: all networks are closed
-	Log      *slog.Logger
+	// Load gets the sandboxes that are being made, so that nothing is made ahead
+	// meanwhile; nil when nothing is.
+	Load *ahead.Load
+	Log  *slog.Logger
 	// Now is the clock for what is compared with times from elsewhere; nil
 	// takes time.Now.
 	Now func() time.Time

@@ -293,6 +293,7 @@ func (e *Edge) wake(ctx context.Context, b *box) (after func(), err error) {
 
 // restore makes the machine and says that it runs.
 func (e *Edge) restore(ctx context.Context, b *box) error {
+	defer e.deps.Load.Begin()()
 	b.mu.Lock()
 	saved, token := *b.entry.Saved, b.entry.AgentToken
 	b.mu.Unlock()

@@ -171,6 +171,7 @@ func (b *box) waits(now time.Time) {
 // start takes a box from nothing to running. What it has taken is on the box's
 // undo stack when it fails.
 func (e *Edge) start(ctx context.Context, b *box) error {
+	defer e.deps.Load.Begin()()
 	begin := time.Now()
 	if err := e.record(b, journal.Lazy, nil); err != nil {
 		return err

@@ -11,12 +11,9 @@ import (
 	"sync"
 	"time"
 
+	"github.com/kernflux/opendsec/internal/ahead"
 	"github.com/kernflux/opendsec/internal/backend"
 )
-
-// settle is how long after the last Acquire the pool is filled again, so that
-// a burst of creations has the machine for itself.
-const settle = 50 * time.Millisecond
 
 // retry is how long the pool waits after it failed to make a slot.
 const retry = time.Second
@@ -27,6 +24,7 @@ type Pool struct {
 	prefix string
 	// further is done to each new slot, on a thread in its namespace.
 	further func(backend.Slot) error
+	load    *ahead.Load
 
 	ready chan backend.Slot
 	taken chan struct{} // holds one when a slot was taken since the last fill
@@ -55,6 +53,10 @@ func NewPool(log *slog.Logger, prefix string, size int, further func(backend.Slo
 	}
 }
 
+// YieldTo has the pool make its slots when there is no load. It is to be called
+// before Run.
+func (p *Pool) YieldTo(load *ahead.Load) { p.load = load }
+
 // Run keeps the pool full until ctx is done. Then it removes the slots that
 // nobody took and waits for the removals that Release began.
 func (p *Pool) Run(ctx context.Context) error {
@@ -67,7 +69,7 @@ func (p *Pool) Run(ctx context.Context) error {
 		select {
 		case <-ctx.Done():
 		case <-p.taken:
-			p.quiet(ctx)
+			ahead.Calm(ctx, p.taken, p.load)
 		}
 	}
 	p.drain()
@@ -77,6 +79,9 @@ func (p *Pool) Run(ctx context.Context) error {
 // fill makes slots until the pool is full or somebody takes one.
 func (p *Pool) fill(ctx context.Context) error {
 	for len(p.ready) < cap(p.ready) && ctx.Err() == nil && len(p.taken) == 0 {
+		if p.load.Busy() {
+			ahead.Calm(ctx, p.taken, p.load)
+		}
 		slot, err := p.create(ctx)
 		if err != nil {
 			return err
@@ -84,22 +89,6 @@ func (p *Pool) fill(ctx context.Context) error {
 		p.ready <- slot // only this goroutine sends, so there is room
 	}
 	return nil
-}
-
-// quiet returns when no slot was taken for a while.
-func (p *Pool) quiet(ctx context.Context) {
-	timer := time.NewTimer(settle)
-	defer timer.Stop()
-	for {
-		select {
-		case <-ctx.Done():
-			return
-		case <-p.taken:
-			timer.Reset(settle)
-		case <-timer.C:
-			return
-		}
-	}
 }
 
 // drain removes what is left. Later calls of Release remove at once.

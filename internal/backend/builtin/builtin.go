@@ -9,6 +9,7 @@ import (
 	"log/slog"
 	"path/filepath"
 
+	"github.com/kernflux/opendsec/internal/ahead"
 	"github.com/kernflux/opendsec/internal/backend"
 	"github.com/kernflux/opendsec/internal/backend/container"
 	"github.com/kernflux/opendsec/internal/backend/gvisor"
@@ -30,6 +31,8 @@ type Options struct {
 	SentryPath string
 	// Slots gives network to machines that are made ahead.
 	Slots *netslot.Pool
+	// Load is what nothing is made ahead beside; nil is none.
+	Load *ahead.Load
 	// ReadyMachines is how many machines are made ahead, 4 when zero.
 	ReadyMachines int
 	// Sim says how simulated machines behave; zero is well.
@@ -61,7 +64,7 @@ func open(name sandbox.Backend, o Options) (backend.Backend, error) {
 	switch name {
 	case sandbox.Container:
 		return container.Open(container.Options{
-			Log: log, StateDir: o.StateDir, Prefix: o.Prefix, Agent: o.Agent, ReadyDisks: o.ReadyMachines,
+			Log: log, StateDir: o.StateDir, Prefix: o.Prefix, Agent: o.Agent, ReadyDisks: o.ReadyMachines, Load: o.Load,
 		})
 	case sandbox.GVisor:
 		return gvisor.New(gvisor.Options{

@@ -24,6 +24,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
+	"github.com/kernflux/opendsec/internal/ahead"
 	"github.com/kernflux/opendsec/internal/backend"
 	"github.com/kernflux/opendsec/internal/netslot"
 	"github.com/kernflux/opendsec/internal/ocispec"
@@ -40,6 +41,8 @@ type Options struct {
 	Prefix string
 	// Agent is what Probe runs.
 	Agent backend.Agent
+	// Load is what disks are not made beside; nil is none.
+	Load *ahead.Load
 	// ReadyDisks is how many empty disks are kept ready, 4 when zero.
 	ReadyDisks int
 	// Runtime is "crun" or "runc"; "" takes the first that works, in that order.
@@ -102,7 +105,7 @@ func Open(o Options) (*Backend, error) {
 	ctx, stop := context.WithCancel(context.Background())
 	return &Backend{
 		log: o.Log, state: o.StateDir, dir: dir, prefix: o.Prefix, agent: o.Agent, wanted: o.Runtime, fsck: fsck,
-		disks: newDiskPool(ctx, o.Log, t, ready), stop: stop,
+		disks: newDiskPool(ctx, o.Log, t, ready, o.Load), stop: stop,
 		live: map[sandbox.ID]*instance{}, trials: map[sandbox.ID]bool{},
 	}, nil
 }

@@ -10,20 +10,18 @@ import (
 	"slices"
 	"sync"
 	"sync/atomic"
-	"time"
 
 	"golang.org/x/sys/unix"
-)
 
-// settle is how long after the last use the pool is filled again, so that a
-// burst of creations has the machine for itself.
-const settle = 50 * time.Millisecond
+	"github.com/kernflux/opendsec/internal/ahead"
+)
 
 // diskPool keeps disks of the size that was wanted last ready.
 type diskPool struct {
 	log       *slog.Logger
 	templates *templates
 	size      int // how many are kept ready
+	load      *ahead.Load
 
 	serial atomic.Uint64
 	taken  chan struct{} // holds one when a disk was wanted since the last fill
@@ -35,8 +33,8 @@ type diskPool struct {
 	own   map[string]bool // files of disks from before they are made until they are given away or removed
 }
 
-func newDiskPool(ctx context.Context, log *slog.Logger, t *templates, size int) *diskPool {
-	p := &diskPool{log: log, templates: t, size: size, taken: make(chan struct{}, 1), done: make(chan struct{}), own: map[string]bool{}}
+func newDiskPool(ctx context.Context, log *slog.Logger, t *templates, size int, load *ahead.Load) *diskPool {
+	p := &diskPool{log: log, templates: t, size: size, load: load, taken: make(chan struct{}, 1), done: make(chan struct{}), own: map[string]bool{}}
 	go p.run(ctx)
 	return p
 }
@@ -104,27 +102,9 @@ func (p *diskPool) run(ctx context.Context) {
 			return
 		case <-p.taken:
 		}
-		if !p.quiet(ctx) {
-			continue
-		}
+		ahead.Calm(ctx, p.taken, p.load)
 		if err := p.fill(ctx); err != nil && ctx.Err() == nil {
 			p.log.Warn("cannot make a disk ahead", "error", err)
-		}
-	}
-}
-
-// quiet waits until no disk was wanted for a while. It is false when ctx is done.
-func (p *diskPool) quiet(ctx context.Context) bool {
-	timer := time.NewTimer(settle)
-	defer timer.Stop()
-	for {
-		select {
-		case <-ctx.Done():
-			return false
-		case <-p.taken:
-			timer.Reset(settle)
-		case <-timer.C:
-			return true
 		}
 	}
 }
@@ -132,8 +112,11 @@ func (p *diskPool) quiet(ctx context.Context) bool {
 func (p *diskPool) fill(ctx context.Context) error {
 	for {
 		mb, missing := p.missing()
-		if !missing || len(p.taken) > 0 {
+		if !missing || len(p.taken) > 0 || ctx.Err() != nil {
 			return nil
+		}
+		if p.load.Busy() {
+			ahead.Calm(ctx, p.taken, p.load)
 		}
 		path := filepath.Join(p.templates.dir, fmt.Sprintf("ready-%d-%d.ext4", os.Getpid(), p.serial.Add(1)))
 		p.setOwn(path, true)

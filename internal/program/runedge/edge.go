@@ -13,6 +13,7 @@ import (
 
 	"golang.org/x/sync/errgroup"
 
+	"github.com/kernflux/opendsec/internal/ahead"
 	"github.com/kernflux/opendsec/internal/backend"
 	"github.com/kernflux/opendsec/internal/backend/builtin"
 	"github.com/kernflux/opendsec/internal/cgroup"
@@ -106,8 +107,10 @@ func (c *Server) Run(ctx context.Context, log *slog.Logger) (err error) {
 		return err
 	}
 	slots := netslot.NewPool(log, prefix, c.ReadySlots, furnish(log, gate))
+	load := new(ahead.Load)
+	slots.YieldTo(load)
 	backends, err := builtin.Open(builtin.Options{
-		Log: log, StateDir: c.StateDir, Prefix: prefix, Agent: agent, SentryPath: c.SentryPath, Slots: slots, ReadyMachines: c.ReadyMachines,
+		Log: log, Load: load, StateDir: c.StateDir, Prefix: prefix, Agent: agent, SentryPath: c.SentryPath, Slots: slots, ReadyMachines: c.ReadyMachines,
 	})
 	if err != nil {
 		return err
@@ -117,7 +120,7 @@ func (c *Server) Run(ctx context.Context, log *slog.Logger) (err error) {
 			err = errors.Join(err, b.Close())
 		}
 	}()
-	e := edge.New(c.Config, edge.Deps{Backends: backends, Agent: agent, Images: images, Slots: slots, Gate: gate, Log: log})
+	e := edge.New(c.Config, edge.Deps{Backends: backends, Agent: agent, Images: images, Slots: slots, Gate: gate, Load: load, Log: log})
 	g, ctx := errgroup.WithContext(ctx)
 	g.Go(func() error { return e.Run(ctx) })
 	g.Go(func() error {

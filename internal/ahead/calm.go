@@ -1,0 +1,56 @@
+// Package ahead makes things before they are wanted, in the moments in which
+// nobody waits for the machine. What is made, and how, is its callers' matter,
+// and so is how much of it there may be.
+package ahead
+
+import (
+	"context"
+	"sync/atomic"
+	"time"
+)
+
+const (
+	// settle is how long it has to be calm before anything is made ahead, so that
+	// a burst of creations has the machine for itself.
+	settle = 20 * time.Millisecond
+	// yield is how long work under way is waited for. Under a steady stream of it
+	// things must be made all the same.
+	yield = time.Second
+)
+
+// Load counts the work that somebody waits for, and that would be slower with
+// anything made beside it. The zero value and nil have none.
+type Load struct{ n atomic.Int64 }
+
+// Begin counts one more, until end is called.
+func (l *Load) Begin() (end func()) {
+	if l == nil {
+		return func() {}
+	}
+	l.n.Add(1)
+	return func() { l.n.Add(-1) }
+}
+
+// Busy reports whether somebody waits.
+func (l *Load) Busy() bool { return l != nil && l.n.Load() > 0 }
+
+// Calm returns when nothing came from used for a while and there is no load, or
+// has been for long, or ctx is done.
+func Calm(ctx context.Context, used <-chan struct{}, load *Load) {
+	begin := time.Now()
+	timer := time.NewTimer(settle)
+	defer timer.Stop()
+	for {
+		select {
+		case <-ctx.Done():
+			return
+		case <-used:
+			timer.Reset(settle)
+		case <-timer.C:
+			if !load.Busy() || time.Since(begin) > yield {
+				return
+			}
+			timer.Reset(settle)
+		}
+	}
+}

@@ -1,0 +1,57 @@
+package ahead
+
+import (
+	"context"
+	"testing"
+	"testing/synctest"
+	"time"
+)
+
+// calm returns how long Calm takes when the thing is used every settle/2 for a
+// while, and there is load for another.
+func calm(t *testing.T, used, loaded time.Duration) (took time.Duration) {
+	synctest.Test(t, func(t *testing.T) {
+		ctx, cancel := context.WithCancel(t.Context())
+		defer cancel()
+		var load Load
+		end := load.Begin()
+		time.AfterFunc(loaded, end)
+		poke := make(chan struct{}, 1)
+		begin := time.Now()
+		go func() {
+			for time.Since(begin) < used {
+				poke <- struct{}{}
+				<-time.After(settle / 2)
+			}
+		}()
+		Calm(ctx, poke, &load)
+		took = time.Since(begin)
+	})
+	return took
+}
+
+func TestCalm(t *testing.T) {
+	if took := calm(t, 0, 0); took != settle {
+		t.Errorf("with nothing going on it takes %v", took)
+	}
+	if took := calm(t, 10*settle, 0); took < 10*settle || took > 12*settle {
+		t.Errorf("with uses for %v it takes %v", 10*settle, took)
+	}
+	if took := calm(t, 0, 10*settle); took < 10*settle || took > 12*settle {
+		t.Errorf("with load for %v it takes %v", 10*settle, took)
+	}
+	if took := calm(t, 0, time.Hour); took < yield || took > yield+2*settle {
+		t.Errorf("with load without end it takes %v", took)
+	}
+}
+
+func TestCalmEnds(t *testing.T) {
+	ctx, cancel := context.WithCancel(t.Context())
+	cancel()
+	var load Load
+	defer load.Begin()()
+	Calm(ctx, nil, &load)
+	if !load.Busy() || (*Load)(nil).Busy() {
+		t.Error("a load is not what was begun and did not end")
+	}
+}
