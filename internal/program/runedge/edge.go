@@ -3,6 +3,7 @@
 package runedge
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -33,7 +34,7 @@ type Server struct {
 	Listen string `json:"listen"`
 	// SentryPath is the binary that runs gVisor's kernel.
 	SentryPath string `json:"sentry_path"`
-	// ReadyMachines is how many gVisor machines are kept ready; 0 means 4. Of
+	// ReadyMachines is how many machines of each kind are kept ready; 0 means 4. Of
 	// what is wanted several at a time there are up to 16 more.
 	ReadyMachines int `json:"ready_machines,omitempty"`
 	// ReadySlots is how many network slots are kept ready; 0 means 8.
@@ -63,6 +64,9 @@ func (c *Server) Validate() error {
 func (c *Server) SetPrograms(dir string) {
 	c.AgentPath, c.SentryPath = filepath.Join(dir, "opendsec-agent"), filepath.Join(dir, "opendsec-sentry")
 }
+
+// readySlots returns how many network slots are kept ready.
+func (c *Server) readySlots() int { return cmp.Or(c.ReadySlots, 8) }
 
 func (c *Server) images(log *slog.Logger) (*image.Store, error) {
 	return image.Open(log, filepath.Join(c.StateDir, "images"))
@@ -106,7 +110,7 @@ func (c *Server) Run(ctx context.Context, log *slog.Logger) (err error) {
 	if err != nil {
 		return err
 	}
-	slots := netslot.NewPool(log, prefix, c.ReadySlots, furnish(log, gate))
+	slots := netslot.NewPool(log, prefix, c.readySlots(), furnish(log, gate))
 	load := new(ahead.Load)
 	slots.YieldTo(load)
 	backends, err := builtin.Open(builtin.Options{
