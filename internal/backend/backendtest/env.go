@@ -79,6 +79,23 @@ func newEnv(t testing.TB, k Kind, shared material) *env {
 	return e
 }
 
+// Slots returns a pool of network slots for a backend, which runs until the
+// test's end.
+func Slots(t testing.TB, p Place) *netslot.Pool {
+	t.Helper()
+	pool := netslot.NewPool(p.Log, p.Prefix, 0, nil)
+	ctx, cancel := context.WithCancel(context.Background())
+	done := make(chan error, 1)
+	go func() { done <- pool.Run(ctx) }()
+	t.Cleanup(func() {
+		cancel()
+		if err := <-done; err != nil {
+			t.Error(err)
+		}
+	})
+	return pool
+}
+
 // reopen closes the backend and opens it again, as a restart of an edge does.
 func (e *env) reopen() {
 	e.Helper()

@@ -33,7 +33,7 @@ type Options struct {
 	Slots *netslot.Pool
 	// Load is what nothing is made ahead beside; nil is none.
 	Load *ahead.Load
-	// ReadyMachines is how many machines are made ahead, 4 when zero.
+	// ReadyMachines is how many machines of each kind are made ahead, 4 when zero.
 	ReadyMachines int
 	// Sim says how simulated machines behave; zero is well.
 	Sim sim.Behavior
@@ -64,7 +64,8 @@ func open(name sandbox.Backend, o Options) (backend.Backend, error) {
 	switch name {
 	case sandbox.Container:
 		return container.Open(container.Options{
-			Log: log, StateDir: o.StateDir, Prefix: o.Prefix, Agent: o.Agent, ReadyDisks: o.ReadyMachines, Load: o.Load,
+			Log: log, StateDir: o.StateDir, Prefix: o.Prefix, Agent: o.Agent, Slots: o.Slots,
+			Ready: o.ReadyMachines, ReadyDisks: o.ReadyMachines, Load: o.Load,
 		})
 	case sandbox.GVisor:
 		return gvisor.New(gvisor.Options{

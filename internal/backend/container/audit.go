@@ -20,13 +20,12 @@ import (
 // Audit lists what containers left. Mounts are not looked for: they exist in
 // containers only, and so only with their processes.
 func (b *Backend) Audit(ctx context.Context, known []sandbox.ID) ([]backend.Leftover, error) {
-	expected := func(id sandbox.ID) bool {
-		b.mu.Lock()
-		defer b.mu.Unlock()
-		return b.trials[id] || slices.Contains(known, id)
+	expected := func(name sandbox.ID) (sandbox.ID, bool) {
+		id, ours := b.servedBy(name)
+		return id, ours && id == "" || slices.Contains(known, id)
 	}
 	var all []backend.Leftover
-	for _, look := range []func(func(sandbox.ID) bool) ([]backend.Leftover, error){
+	for _, look := range []func(owner) ([]backend.Leftover, error){
 		b.auditGroups, b.auditRecords, b.auditLoops, b.auditFiles,
 	} {
 		if err := ctx.Err(); err != nil {
@@ -41,8 +40,12 @@ func (b *Backend) Audit(ctx context.Context, known []sandbox.ID) ([]backend.Left
 	return all, nil
 }
 
+// owner returns the sandbox that a container serves, by the container's name,
+// and whether the container is to be there.
+type owner func(name sandbox.ID) (sandbox.ID, bool)
+
 // auditGroups lists processes and then the groups that they are in.
-func (b *Backend) auditGroups(expected func(sandbox.ID) bool) ([]backend.Leftover, error) {
+func (b *Backend) auditGroups(expected owner) ([]backend.Leftover, error) {
 	names, err := b.groups()
 	if err != nil {
 		return nil, err
@@ -53,8 +56,8 @@ func (b *Backend) auditGroups(expected func(sandbox.ID) bool) ([]backend.Leftove
 	}
 	var processes, groups []backend.Leftover
 	for _, name := range names {
-		id := sandbox.ID(strings.TrimPrefix(name, groupOf("")))
-		if expected(id) {
+		id, ok := expected(sandbox.ID(strings.TrimPrefix(name, groupOf(""))))
+		if ok {
 			continue
 		}
 		groups = append(groups, backend.Leftover{Kind: backend.LeftoverCgroup, Name: b.prefix + "/" + name, ID: id})
@@ -78,7 +81,7 @@ func (b *Backend) auditGroups(expected func(sandbox.ID) bool) ([]backend.Leftove
 	return append(processes, groups...), nil
 }
 
-func (b *Backend) auditRecords(expected func(sandbox.ID) bool) ([]backend.Leftover, error) {
+func (b *Backend) auditRecords(expected owner) ([]backend.Leftover, error) {
 	var all []backend.Leftover
 	for _, name := range runtimes {
 		r := ociRuntime{name: name, root: filepath.Join(b.dir, name)}
@@ -87,9 +90,9 @@ func (b *Backend) auditRecords(expected func(sandbox.ID) bool) ([]backend.Leftov
 			return nil, err
 		}
 		for _, id := range ids {
-			if !expected(sandbox.ID(id)) {
+			if serves, ok := expected(sandbox.ID(id)); !ok {
 				all = append(all, backend.Leftover{
-					Kind: backend.LeftoverContainer, Name: filepath.Join(r.root, id), ID: sandbox.ID(id), Detail: "a record of " + name,
+					Kind: backend.LeftoverContainer, Name: filepath.Join(r.root, id), ID: serves, Detail: "a record of " + name,
 				})
 			}
 		}
@@ -99,7 +102,7 @@ func (b *Backend) auditRecords(expected func(sandbox.ID) bool) ([]backend.Leftov
 
 // auditLoops lists loop devices whose file is in the state directory: a
 // sandbox's disk.ext4, or one of the pool's.
-func (b *Backend) auditLoops(expected func(sandbox.ID) bool) ([]backend.Leftover, error) {
+func (b *Backend) auditLoops(expected owner) ([]backend.Leftover, error) {
 	devices, err := loopDevices()
 	if err != nil {
 		return nil, err
@@ -111,12 +114,13 @@ func (b *Backend) auditLoops(expected func(sandbox.ID) bool) ([]backend.Leftover
 			continue
 		}
 		l := backend.Leftover{Kind: backend.LeftoverLoop, Name: dev, Detail: file}
+		wanted := false
 		for part := range strings.SplitSeq(path, "/") {
 			if id, err := sandbox.ParseID(part); err == nil {
-				l.ID = id
+				l.ID, wanted = expected(id)
 			}
 		}
-		if path == file && (b.disks.holds(path) || l.ID != "" && expected(l.ID)) {
+		if path == file && (wanted || b.disks.holds(path)) {
 			continue
 		}
 		all = append(all, l)
@@ -127,7 +131,7 @@ func (b *Backend) auditLoops(expected func(sandbox.ID) bool) ([]backend.Leftover
 
 // auditFiles lists disks that a pool of before, or of another process that
 // does not live, made ahead, and trials of such a process.
-func (b *Backend) auditFiles(expected func(sandbox.ID) bool) ([]backend.Leftover, error) {
+func (b *Backend) auditFiles(expected owner) ([]backend.Leftover, error) {
 	var all []backend.Leftover
 	stale, err := staleDisks(b.disks.templates.dir, b.disks.holds)
 	if err != nil {
@@ -138,12 +142,23 @@ func (b *Backend) auditFiles(expected func(sandbox.ID) bool) ([]backend.Leftover
 		return nil, err
 	}
 	for _, p := range trials {
-		if id := strings.TrimPrefix(filepath.Base(p), "trial-"); !expected(sandbox.ID(id)) {
+		if _, ok := expected(sandbox.ID(strings.TrimPrefix(filepath.Base(p), "trial-"))); !ok {
 			stale = append(stale, p)
 		}
 	}
 	for _, p := range stale {
 		all = append(all, backend.Leftover{Kind: backend.LeftoverFile, Name: p, Detail: "a disk or trial of an earlier process"})
+	}
+	ready, err := b.leftReady()
+	if err != nil {
+		return nil, err
+	}
+	for _, file := range ready {
+		if id, ok := expected(sandbox.ID(strings.TrimSuffix(file, linkSuffix))); !ok {
+			all = append(all, backend.Leftover{
+				Kind: backend.LeftoverFile, Name: filepath.Join(b.readyDir(), file), ID: id, Detail: "of a container that was made ahead",
+			})
+		}
 	}
 	return all, nil
 }
@@ -156,8 +171,8 @@ func (b *Backend) Remove(_ context.Context, l backend.Leftover) error {
 		if err != nil || pid < 2 {
 			return fmt.Errorf("remove process %q: not a number of one", l.Name)
 		}
-		if err := b.inGroups(pid, l.ID); err != nil {
-			return nil // it ended, and its number may be another's now
+		if in, err := b.serving(pid, l.ID); err != nil || !in {
+			return err // it ended, and its number may be another's now
 		}
 		if err := unix.Kill(pid, unix.SIGKILL); err != nil && err != unix.ESRCH {
 			return fmt.Errorf("kill process %d: %w", pid, err)
@@ -182,6 +197,15 @@ func (b *Backend) Remove(_ context.Context, l backend.Leftover) error {
 		return os.RemoveAll(l.Name)
 	}
 	return fmt.Errorf("remove %s %q: containers leave none", l.Kind, l.Name)
+}
+
+// serving reports whether a process is in a container that serves a sandbox.
+func (b *Backend) serving(pid int, id sandbox.ID) (bool, error) {
+	names, err := b.groups()
+	return err == nil && slices.ContainsFunc(names, func(name string) bool {
+		served, _ := b.servedBy(sandbox.ID(strings.TrimPrefix(name, groupOf(""))))
+		return served == id && b.inGroups(pid, name) == nil
+	}), err
 }
 
 // staleDisks returns the ready disks in dir of processes that do not live any
@@ -211,8 +235,8 @@ func staleDisks(dir string, inUse func(path string) bool) ([]string, error) {
 	return stale, nil
 }
 
-// sweep removes the ready disks of processes that do not live any more.
-func sweep(dir string) error {
+// sweepDisks removes the ready disks of processes that do not live any more.
+func sweepDisks(dir string) error {
 	stale, err := staleDisks(dir, func(string) bool { return false })
 	for _, p := range stale {
 		err = errors.Join(err, os.Remove(p))

@@ -17,7 +17,7 @@ import (
 
 func BenchmarkContainer(b *testing.B) {
 	for _, name := range runtimes {
-		b.Run(name, func(b *testing.B) { backendtest.Benchmark(b, kindOf(name)) })
+		b.Run(name, func(b *testing.B) { backendtest.Benchmark(b, kindOf(name, 4)) })
 	}
 }
 

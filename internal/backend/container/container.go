@@ -8,7 +8,8 @@
 // ends, or ours while it makes one, the kernel removes mounts, links and loop
 // device by itself. What remains to be removed is files and control groups.
 //
-// A runtime is used to start a container and for nothing else.
+// Containers are made ahead, in a pool, up to the agent that waits to be told who
+// it is. A runtime is used to start a container and for nothing else.
 package container
 
 import (
@@ -41,8 +42,14 @@ type Options struct {
 	Prefix string
 	// Agent is what Probe runs.
 	Agent backend.Agent
-	// Load is what disks are not made beside; nil is none.
+	// Load is what nothing is made ahead beside; nil is none.
 	Load *ahead.Load
+	// Slots gives network to containers whose Config has none. Without it they
+	// have none, and none is made ahead.
+	Slots *netslot.Pool
+	// Ready is how many containers are kept ready in all; 0 is none. One takes
+	// some 10 MiB of memory.
+	Ready int
 	// ReadyDisks is how many empty disks are kept ready, 4 when zero.
 	ReadyDisks int
 	// Runtime is "crun" or "runc"; "" takes the first that works, in that order.
@@ -59,21 +66,30 @@ type Backend struct {
 	wanted string    // the runtime, "" for any
 	fsck   string    // e2fsck
 	warned sync.Once // of snapshots that are whole copies
+	slots  *netslot.Pool
+	load   *ahead.Load
 	disks  *diskPool
-	stop   context.CancelFunc // ends the pool
+	stop   context.CancelFunc // ends the pool of disks
+	pool   *ahead.Pool[key, *ready]
 
 	choice  sync.Mutex // held while a runtime is chosen
 	runtime *ociRuntime
 
-	mu     sync.Mutex // guards what is below
-	live   map[sandbox.ID]*instance
-	trials map[sandbox.ID]bool
+	mu   sync.Mutex // guards what is below
+	live map[sandbox.ID]*instance
+	// serves has the containers of this run whose name is not their sandbox's ID,
+	// from before they are made until they are removed, and the sandbox that each
+	// serves: "" for those that are ready, on their way or a trial.
+	serves map[sandbox.ID]sandbox.ID
 	watch  sync.WaitGroup
+
+	sweepOnce sync.Once
 }
 
 var (
 	_ backend.Backend = (*Backend)(nil)
 	_ backend.Auditor = (*Backend)(nil)
+	_ backend.Slotter = (*Backend)(nil)
 )
 
 // Open returns the backend. It fails where containers cannot work for want of
@@ -92,22 +108,30 @@ func Open(o Options) (*Backend, error) {
 		return nil, fmt.Errorf("container backend: %w; apt-get install e2fsprogs", err)
 	}
 	t := &templates{dir: filepath.Join(dir, "disks"), mkfs: mkfs, made: map[int64]string{}}
-	if err := os.MkdirAll(t.dir, 0o700); err != nil {
-		return nil, fmt.Errorf("container backend: %w", err)
+	for _, d := range []string{t.dir, filepath.Join(dir, "ready")} {
+		if err := os.MkdirAll(d, 0o700); err != nil {
+			return nil, fmt.Errorf("container backend: %w", err)
+		}
 	}
-	if err := sweep(t.dir); err != nil {
+	if err := sweepDisks(t.dir); err != nil {
 		return nil, fmt.Errorf("container backend: remove disks of before: %w", err)
 	}
-	ready := o.ReadyDisks
-	if ready == 0 {
-		ready = 4
+	if o.ReadyDisks == 0 {
+		o.ReadyDisks = 4
+	}
+	if o.Slots == nil {
+		o.Ready = 0
 	}
 	ctx, stop := context.WithCancel(context.Background())
-	return &Backend{
+	b := &Backend{
 		log: o.Log, state: o.StateDir, dir: dir, prefix: o.Prefix, agent: o.Agent, wanted: o.Runtime, fsck: fsck,
-		disks: newDiskPool(ctx, o.Log, t, ready, o.Load), stop: stop,
-		live: map[sandbox.ID]*instance{}, trials: map[sandbox.ID]bool{},
-	}, nil
+		slots: o.Slots, load: o.Load, disks: newDiskPool(ctx, o.Log, t, o.ReadyDisks, o.Load), stop: stop,
+		live: map[sandbox.ID]*instance{}, serves: map[sandbox.ID]sandbox.ID{},
+	}
+	b.pool = ahead.New(ahead.Options[key, *ready]{
+		Log: o.Log, Size: o.Ready, Make: b.prepare, End: b.dismiss, Ended: (*ready).ended, Load: o.Load,
+	})
+	return b, nil
 }
 
 // Name returns sandbox.Container.
@@ -123,8 +147,10 @@ func (b *Backend) Probe(ctx context.Context) (backend.Features, error) {
 	return backend.Features{Pause: r.stops, SnapshotFiles: r.stops}, nil
 }
 
-// Close ends the pool of disks and stops to watch the containers, which go on.
+// Close ends what is held ready and stops to watch the containers of sandboxes,
+// which go on.
 func (b *Backend) Close() error {
+	err := b.pool.Close()
 	b.stop()
 	<-b.disks.done
 	b.mu.Lock()
@@ -134,31 +160,73 @@ func (b *Backend) Close() error {
 	b.mu.Unlock()
 	b.watch.Wait()
 	b.removeParents()
-	return nil
+	return err
 }
 
-// Create makes a container and starts it.
+// Create makes a container and starts it, or takes one that is ready. A slot in
+// cfg, which a Slotter's caller need not give, is taken for a new container.
 func (b *Backend) Create(ctx context.Context, cfg backend.Config) (backend.Instance, error) {
+	defer b.load.Begin()()
 	r, err := b.chosen(ctx, cfg.Agent)
 	if err != nil {
 		return nil, err
 	}
-	i, err := b.create(ctx, r, cfg)
+	b.sweepOnce.Do(b.sweep)
+	i, err := b.start(ctx, r, cfg)
 	if err != nil {
 		return nil, fmt.Errorf("create container %s: %w", cfg.ID, err)
 	}
 	return i, nil
 }
 
+// start makes a container, of one that is ready when there is a fitting one.
+func (b *Backend) start(ctx context.Context, r *ociRuntime, cfg backend.Config) (*instance, error) {
+	if cfg.Slot.Name != "" || b.slots == nil {
+		return b.create(ctx, r, cfg)
+	}
+	if err := ctx.Err(); err != nil {
+		return nil, err
+	}
+	if cfg.From == nil {
+		if i, err := b.take(cfg); i != nil || err != nil {
+			return i, err
+		}
+	}
+	slot, err := b.slots.Lend(ctx)
+	if err != nil {
+		return nil, err
+	}
+	cfg.Slot = slot
+	i, err := b.create(ctx, r, cfg)
+	if err != nil {
+		b.slots.Release(slot)
+		return nil, err
+	}
+	b.slots.Hand(slot)
+	return i, nil
+}
+
 // record is what is in a Handle.
 type record struct {
 	ID       sandbox.ID     `json:"id"`
+	Name     sandbox.ID     `json:"name,omitempty"` // its own, when that is not ID
 	Process  identity       `json:"process"`
 	StateDir string         `json:"state_dir"`
 	Loop     string         `json:"loop"` // the disk's device
 	Slot     backend.Slot   `json:"slot"`
 	Limits   sandbox.Limits `json:"limits"`
 }
+
+// name returns the container's own name.
+func (r record) name() sandbox.ID {
+	if r.Name != "" {
+		return r.Name
+	}
+	return r.ID
+}
+
+// group returns the name of the container's control group.
+func (r record) group() string { return groupOf(r.name()) }
 
 // Names in a sandbox's state directory, of which diskFile is a name in a
 // snapshot's as well.
@@ -169,13 +237,27 @@ const (
 	pausedFile = "paused" // there while the container is paused by Pause
 )
 
-func (b *Backend) create(ctx context.Context, r *ociRuntime, cfg backend.Config) (_ *instance, err error) {
+// create makes a container whose name is the sandbox's ID.
+func (b *Backend) create(ctx context.Context, r *ociRuntime, cfg backend.Config) (*instance, error) {
+	made, err := b.build(ctx, r, cfg)
+	if err != nil {
+		return nil, err
+	}
+	i, err := b.adopt(made)
+	if err != nil {
+		return nil, errors.Join(err, b.remove(made))
+	}
+	return i, nil
+}
+
+// build makes a container. On an error nothing is left.
+func (b *Backend) build(ctx context.Context, r *ociRuntime, cfg backend.Config) (made record, err error) {
+	made = record{ID: cfg.ID, StateDir: cfg.StateDir, Slot: cfg.Slot, Limits: cfg.Limits}
 	// Making this directory claims the sandbox's: until then there is nothing
 	// of ours to undo.
 	if err := os.Mkdir(filepath.Join(cfg.StateDir, rootDir), 0o700); err != nil {
-		return nil, fmt.Errorf("use the state directory: %w", err)
+		return made, fmt.Errorf("use the state directory: %w", err)
 	}
-	made := record{ID: cfg.ID, StateDir: cfg.StateDir, Slot: cfg.Slot, Limits: cfg.Limits}
 	defer func() {
 		if err != nil {
 			err = errors.Join(err, b.remove(made))
@@ -183,7 +265,7 @@ func (b *Backend) create(ctx context.Context, r *ociRuntime, cfg backend.Config)
 	}()
 	d, err := b.diskFor(ctx, cfg)
 	if err != nil {
-		return nil, err
+		return made, err
 	}
 	made.Loop = d.loop
 	// The container has the disk by the end of this; without one the kernel
@@ -210,12 +292,12 @@ func (b *Backend) create(ctx context.Context, r *ociRuntime, cfg backend.Config)
 		return errors.Join(err, <-connected)
 	})
 	if err != nil {
-		return nil, err
+		return made, err
 	}
 	if made.Process, err = identify(pid); err != nil {
-		return nil, fmt.Errorf("the agent ended at once: %w", err)
+		return made, fmt.Errorf("the agent ended at once: %w", err)
 	}
-	return b.adopt(made)
+	return made, nil
 }
 
 // diskFor returns a new container's disk: an empty one, or a copy of the one in
@@ -232,9 +314,9 @@ func (b *Backend) diskFor(ctx context.Context, cfg backend.Config) (*disk, error
 	return diskOf(ctx, from, cfg.Limits.DiskMB, path)
 }
 
-// groupOf returns the name of a sandbox's control group below the prefix. The
+// groupOf returns the name of a container's control group below the prefix. The
 // prefix is shared with other backends, so the name says whose it is.
-func groupOf(id sandbox.ID) string { return "container-" + string(id) }
+func groupOf(name sandbox.ID) string { return "container-" + string(name) }
 
 // writeSpec writes the bundle's configuration.
 func (b *Backend) writeSpec(s stage, r *ociRuntime, cfg backend.Config) error {
@@ -295,8 +377,13 @@ func (b *Backend) Recover(ctx context.Context, h backend.Handle) (backend.Instan
 	if err := json.Unmarshal(h.Data, &made); err != nil {
 		return nil, fmt.Errorf("recover a container: read its handle: %w", err)
 	}
-	if _, err := sandbox.ParseID(string(made.ID)); err != nil || h.Backend != sandbox.Container || !filepath.IsAbs(made.StateDir) {
+	_, err := sandbox.ParseID(string(made.ID))
+	if _, nerr := sandbox.ParseID(string(made.name())); err != nil || nerr != nil || h.Backend != sandbox.Container || !filepath.IsAbs(made.StateDir) {
 		return nil, fmt.Errorf("recover a container: %s is not a handle of a container", h.Data)
+	}
+	b.sweepOnce.Do(b.sweep)
+	if made.Name != "" {
+		b.know(made.Name, made.ID)
 	}
 	i, err := b.adopt(made)
 	if errors.Is(err, backend.ErrGone) {
@@ -346,8 +433,8 @@ var trialLimits = sandbox.Limits{CPU: 1, MemoryMB: 128, DiskMB: 16, PIDs: 64}
 // answers and is limited.
 func (b *Backend) try(ctx context.Context, r *ociRuntime, agent backend.Agent) (err error) {
 	id := sandbox.NewID()
-	b.setTrial(id, true)
-	defer b.setTrial(id, false)
+	b.know(id, "")
+	defer b.unknow(id)
 	dir := filepath.Join(b.dir, "trial-"+string(id))
 	tree := filepath.Join(dir, "tree")
 	state := filepath.Join(dir, string(id))
@@ -365,7 +452,7 @@ func (b *Backend) try(ctx context.Context, r *ociRuntime, agent backend.Agent) (
 		return err
 	}
 	defer func() { err = errors.Join(err, i.Destroy(context.WithoutCancel(ctx))) }()
-	if err := b.inGroups(i.process.PID, id); err != nil {
+	if err := b.inGroups(i.process.PID, groupOf(id)); err != nil {
 		return err
 	}
 	if err := i.answers(ctx); err != nil {
@@ -378,16 +465,6 @@ func (b *Backend) try(ctx context.Context, r *ociRuntime, agent backend.Agent) (
 		r.stops = true
 	}
 	return nil
-}
-
-func (b *Backend) setTrial(id sandbox.ID, running bool) {
-	b.mu.Lock()
-	defer b.mu.Unlock()
-	if running {
-		b.trials[id] = true
-	} else {
-		delete(b.trials, id)
-	}
 }
 
 // answers returns when the agent accepts connections on the loopback of a

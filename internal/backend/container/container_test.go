@@ -14,12 +14,15 @@ import (
 	"github.com/kernflux/opendsec/internal/ocispec"
 )
 
-// kindOf describes the backend with a runtime, "" for the one that it chooses.
-func kindOf(runtime string) backendtest.Kind {
+// kindOf describes the backend with a runtime, "" for the one that it chooses,
+// and a pool.
+func kindOf(runtime string, pool int) backendtest.Kind {
 	return backendtest.Kind{
 		Open: func(t testing.TB, p backendtest.Place) backend.Backend {
 			t.Helper()
-			b, err := Open(Options{Log: p.Log, StateDir: p.StateDir, Prefix: p.Prefix, Agent: p.Agent, Runtime: runtime})
+			b, err := Open(Options{
+				Log: p.Log, StateDir: p.StateDir, Prefix: p.Prefix, Agent: p.Agent, Runtime: runtime, Slots: backendtest.Slots(t, p), Ready: pool,
+			})
 			if err != nil {
 				t.Fatal(err)
 			}
@@ -41,11 +44,13 @@ func crash(t testing.TB, h backend.Handle) {
 	}
 }
 
-func TestBackend(t *testing.T) { backendtest.Run(t, kindOf("")) }
+func TestBackend(t *testing.T) { backendtest.Run(t, kindOf("", 0)) }
+
+func TestBackendWithPool(t *testing.T) { backendtest.Run(t, kindOf("", 2)) }
 
 // TestBackendOnRunc runs the suite on the runtime that is there on most
 // machines, and that TestBackend may not have chosen.
-func TestBackendOnRunc(t *testing.T) { backendtest.Run(t, kindOf("runc")) }
+func TestBackendOnRunc(t *testing.T) { backendtest.Run(t, kindOf("runc", 0)) }
 
 // machine makes a container that is destroyed at the test's end, and returns
 // the host's number of its first process, which is the agent by then.

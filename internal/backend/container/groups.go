@@ -16,7 +16,6 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/kernflux/opendsec/internal/cgroup"
-	"github.com/kernflux/opendsec/internal/sandbox"
 )
 
 // hierarchies returns where this host has control groups mounted. A runtime
@@ -143,7 +142,7 @@ func (b *Backend) groups() ([]string, error) {
 }
 
 // inGroups checks that the runtime put a process where its limits are.
-func (b *Backend) inGroups(pid int, id sandbox.ID) error {
+func (b *Backend) inGroups(pid int, group string) error {
 	text, err := os.ReadFile(fmt.Sprintf("/proc/%d/cgroup", pid))
 	if err != nil {
 		return fmt.Errorf("look at a container's control groups: %w", err)
@@ -156,7 +155,7 @@ func (b *Backend) inGroups(pid int, id sandbox.ID) error {
 			}
 		}
 	}
-	end := filepath.Join("/", b.prefix, groupOf(id))
+	end := filepath.Join("/", b.prefix, group)
 	for _, c := range []string{"cpu", "memory", "pids"} {
 		path, v1 := where[c]
 		if !v1 {

@@ -112,7 +112,7 @@ func (i *instance) cause() backend.Exit {
 }
 
 func (i *instance) outOfMemory() bool {
-	group, err := cgroup.Open(i.backend.prefix, groupOf(i.record.ID))
+	group, err := cgroup.Open(i.backend.prefix, i.record.group())
 	if err != nil {
 		return false
 	}
@@ -122,7 +122,7 @@ func (i *instance) outOfMemory() bool {
 
 // Usage measures the container.
 func (i *instance) Usage(context.Context) (backend.Usage, error) {
-	group, err := cgroup.Open(i.backend.prefix, groupOf(i.record.ID))
+	group, err := cgroup.Open(i.backend.prefix, i.record.group())
 	if err != nil {
 		return backend.Usage{}, fmt.Errorf("usage of container %s: %w", i.record.ID, err)
 	}
@@ -161,7 +161,7 @@ func (i *instance) Destroy(ctx context.Context) error {
 	i.discardWrites()
 	err := i.process.kill()
 	if err == nil {
-		err = i.backend.killGroups(groupOf(i.record.ID)) // it may stand still
+		err = i.backend.killGroups(i.record.group()) // it may stand still
 	}
 	if err != nil {
 		return fmt.Errorf("end container %s: %w", i.record.ID, err)
@@ -192,9 +192,9 @@ func (i *instance) discardWrites() {
 // remove removes what a container has on the host, in whatever condition it
 // is, ending what still runs. It may be repeated.
 func (b *Backend) remove(r record) error {
-	errs := []error{b.removeGroups(groupOf(r.ID))}
+	errs := []error{b.removeGroups(r.group())}
 	for _, rt := range findRuntimes(b.dir) {
-		errs = append(errs, rt.forget(string(r.ID)))
+		errs = append(errs, rt.forget(string(r.name())))
 	}
 	entries, err := os.ReadDir(r.StateDir)
 	if err != nil && !errors.Is(err, fs.ErrNotExist) {
@@ -203,7 +203,15 @@ func (b *Backend) remove(r record) error {
 	for _, e := range entries {
 		errs = append(errs, os.RemoveAll(filepath.Join(r.StateDir, e.Name())))
 	}
-	return errors.Join(errs...)
+	if err := errors.Join(errs...); err != nil || r.Name == "" {
+		return err
+	}
+	// Last: until then Audit needs it.
+	if err := os.RemoveAll(b.link(r.Name)); err != nil {
+		return err
+	}
+	b.unknow(r.Name)
+	return nil
 }
 
 // pause waits for the time between two looks at something that has no event.

@@ -94,11 +94,23 @@ func (p *process) wait() error {
 	if err != nil {
 		return err
 	}
-	return conn.Read(func(fd uintptr) bool {
-		polled := []unix.PollFd{{Fd: int32(fd), Events: unix.POLLIN}}
-		n, err := unix.Poll(polled, 0)
-		return err == nil && n > 0
-	})
+	return conn.Read(func(fd uintptr) bool { return over(int32(fd)) })
+}
+
+// ended reports whether the process has ended.
+func (p *process) ended() (done bool, err error) {
+	conn, err := p.fd.SyscallConn()
+	if err != nil {
+		return false, err
+	}
+	err = conn.Control(func(fd uintptr) { done = over(int32(fd)) })
+	return done, err
+}
+
+// over reports whether the process of a descriptor has ended.
+func over(pidfd int32) bool {
+	n, err := unix.Poll([]unix.PollFd{{Fd: pidfd, Events: unix.POLLIN}}, 0)
+	return err == nil && n > 0
 }
 
 // kill ends the process, which may have ended.

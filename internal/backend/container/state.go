@@ -88,7 +88,7 @@ func (i *instance) inTurn(ctx context.Context, f func(context.Context, *cgroup.F
 	if i.life.Err() != nil {
 		return backend.ErrGone
 	}
-	freezer, err := cgroup.OpenFreezer(i.backend.prefix, groupOf(i.record.ID))
+	freezer, err := cgroup.OpenFreezer(i.backend.prefix, i.record.group())
 	if err == nil {
 		err = f(ctx, freezer)
 	}

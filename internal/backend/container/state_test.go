@@ -165,7 +165,7 @@ func TestSnapshotSpace(t *testing.T) {
 // of a snapshot, at the worst moment.
 func stopHalfway(t *testing.T, i *instance) {
 	t.Helper()
-	freezer, err := cgroup.OpenFreezer(i.backend.prefix, groupOf(i.record.ID))
+	freezer, err := cgroup.OpenFreezer(i.backend.prefix, i.record.group())
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -1,7 +1,6 @@
 package gvisor
 
 import (
-	"context"
 	"encoding/json"
 	"os"
 	"path/filepath"
@@ -12,7 +11,6 @@ import (
 	"github.com/kernflux/opendsec/internal/backend"
 	"github.com/kernflux/opendsec/internal/backend/backendtest"
 	"github.com/kernflux/opendsec/internal/backend/gvisor/patch"
-	"github.com/kernflux/opendsec/internal/netslot"
 )
 
 // sentryVariable has the path of the sentry for this test's processes.
@@ -37,29 +35,12 @@ func TestMain(m *testing.M) {
 	}())
 }
 
-// slots returns a pool of network slots for a backend, which runs until the
-// test's end.
-func slots(t testing.TB, p backendtest.Place) *netslot.Pool {
-	t.Helper()
-	pool := netslot.NewPool(p.Log, p.Prefix, 0, nil)
-	ctx, cancel := context.WithCancel(context.Background())
-	done := make(chan error, 1)
-	go func() { done <- pool.Run(ctx) }()
-	t.Cleanup(func() {
-		cancel()
-		if err := <-done; err != nil {
-			t.Error(err)
-		}
-	})
-	return pool
-}
-
 // open opens the backend at a place as the edge does.
 func open(t testing.TB, p backendtest.Place, pool int) *Backend {
 	t.Helper()
 	b, err := New(Options{
 		Log: p.Log, StateDir: filepath.Join(p.StateDir, "gvisor"), Prefix: p.Prefix,
-		SentryPath: os.Getenv(sentryVariable), Slots: slots(t, p), Pool: pool, DebugDir: os.Getenv("OPENDSEC_TEST_SENTRY_LOGS"),
+		SentryPath: os.Getenv(sentryVariable), Slots: backendtest.Slots(t, p), Pool: pool, DebugDir: os.Getenv("OPENDSEC_TEST_SENTRY_LOGS"),
 	})
 	if err != nil {
 		t.Fatal(err)

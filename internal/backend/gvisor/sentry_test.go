@@ -68,7 +68,7 @@ func TestProbeSaysWhyNot(t *testing.T) {
 		if err := os.WriteFile(filepath.Join(p.StateDir, "text"), []byte("no program"), 0o600); err != nil {
 			t.Fatal(err)
 		}
-		b, err := New(Options{Log: p.Log, StateDir: filepath.Join(p.StateDir, "gvisor"), Prefix: p.Prefix, SentryPath: path, Slots: slots(t, p)})
+		b, err := New(Options{Log: p.Log, StateDir: filepath.Join(p.StateDir, "gvisor"), Prefix: p.Prefix, SentryPath: path, Slots: backendtest.Slots(t, p)})
 		if err != nil {
 			t.Fatal(err)
 		}

@@ -1,0 +1,257 @@
+package ahead
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"log/slog"
+	"sync"
+	"sync/atomic"
+	"testing"
+	"testing/synctest"
+	"time"
+)
+
+// thing is what the pools of the tests make.
+type thing struct{ dead bool }
+
+// plant makes things and counts those that are not ended.
+type plant struct {
+	t     *testing.T
+	alive atomic.Int64
+	made  atomic.Int64
+	fail  atomic.Bool
+	load  Load
+}
+
+func (f *plant) pool(size int) *Pool[string, *thing] {
+	return New(Options[string, *thing]{
+		Log: slog.New(slog.NewTextHandler(f.t.Output(), nil)), Size: size, Make: f.launch, End: f.end,
+		Ended: func(t *thing) bool { return t.dead }, Load: &f.load,
+	})
+}
+
+// launch takes the 30 ms of a real one.
+func (f *plant) launch(ctx context.Context, _ string) (*thing, error) {
+	if f.fail.Load() {
+		return nil, errors.New("no")
+	}
+	select {
+	case <-ctx.Done():
+		return nil, ctx.Err()
+	case <-time.After(30 * time.Millisecond):
+	}
+	f.alive.Add(1)
+	f.made.Add(1)
+	return &thing{}, nil
+}
+
+func (f *plant) end(*thing) error {
+	f.alive.Add(-1)
+	return nil
+}
+
+// give takes a thing of a key and ends it.
+func (f *plant) give(p *Pool[string, *thing], k string) {
+	f.t.Helper()
+	s, ok := p.Take(k, time.Now())
+	if !ok {
+		f.t.Fatal("the pool had none")
+	}
+	f.end(s)
+}
+
+// has reports whether a pool gives a thing of a key, which it asks for.
+func has(p *Pool[string, *thing], k string) bool {
+	_, ok := p.Take(k, time.Now())
+	return ok
+}
+
+func (p *Pool[K, T]) count(k K) int { return len(p.Ready(k)) }
+
+func TestPoolFillsAfterUse(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		f := &plant{t: t}
+		p := f.pool(4)
+		const a, b = "a", "b"
+		if has(p, a) {
+			t.Error("a new pool has something")
+		}
+		<-time.After(time.Second)
+		if p.count(a) != 4 {
+			t.Errorf("%d ready; want the whole pool for the only key", p.count(a))
+		}
+		f.give(p, a)
+		if has(p, b) {
+			t.Error("b was never made")
+		}
+		<-time.After(time.Second)
+		if p.count(a) != 2 || p.count(b) != 2 {
+			t.Errorf("%d and %d ready; want a half each", p.count(a), p.count(b))
+		}
+		// b is not used any more: its share goes to a.
+		for range 12 {
+			<-time.After(time.Minute)
+			f.give(p, a)
+		}
+		<-time.After(time.Second)
+		if p.count(a) != 4 || p.count(b) != 0 {
+			t.Errorf("%d and %d ready; want all for a", p.count(a), p.count(b))
+		}
+		// Nothing is used any more.
+		<-time.After(retention + 2*review)
+		if f.alive.Load() != 0 {
+			t.Errorf("%d live long after the last use", f.alive.Load())
+		}
+		if err := p.Close(); err != nil {
+			t.Error(err)
+		}
+	})
+}
+
+func TestPoolHoldsNoMoreThanItsSize(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		f := &plant{t: t}
+		p := f.pool(2)
+		for n := range 5 {
+			p.Take(fmt.Sprint(n), time.Now())
+			<-time.After(time.Second)
+		}
+		if f.alive.Load() != 2 || p.count("4") != 1 || p.count("3") != 1 {
+			t.Errorf("%d ready: %v; want one of each of the last two", f.alive.Load(), p.ready)
+		}
+		p.Forget(func(k string) bool { return k == "4" })
+		if p.count("4") != 0 {
+			t.Error("what was forgotten is ready")
+		}
+		if err := p.Close(); err != nil {
+			t.Error(err)
+		}
+		if f.alive.Load() != 0 {
+			t.Errorf("%d live after the end", f.alive.Load())
+		}
+		if has(p, "3") {
+			t.Error("a closed pool gives something")
+		}
+	})
+}
+
+func TestPoolTriesAgain(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		f := &plant{t: t}
+		f.fail.Store(true)
+		p := f.pool(1)
+		const k = "a"
+		p.Take(k, time.Now())
+		<-time.After(time.Second)
+		f.fail.Store(false)
+		<-time.After(review)
+		if p.count(k) != 1 {
+			t.Error("a pool that failed once stays empty")
+		}
+		if err := p.Close(); err != nil {
+			t.Error(err)
+		}
+	})
+}
+
+func TestPoolLeavesTheMachineToABurst(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		f := &plant{t: t}
+		p := f.pool(4)
+		const k = "a"
+		for range 20 {
+			p.Take(k, time.Now())
+			<-time.After(settle / 2)
+		}
+		if f.made.Load() != 0 {
+			t.Errorf("%d were made while others were asked for", f.made.Load())
+		}
+		<-time.After(time.Second)
+		if p.count(k) != 4 {
+			t.Errorf("%d ready after the burst", p.count(k))
+		}
+		if err := p.Close(); err != nil {
+			t.Error(err)
+		}
+	})
+}
+
+func TestPoolLeavesTheMachineToCreations(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		f := &plant{t: t}
+		p := f.pool(2)
+		const k = "a"
+		end := f.load.Begin()
+		p.Want(k, time.Now())
+		<-time.After(yield / 2)
+		if f.made.Load() != 0 {
+			t.Errorf("%d were made while another was", f.made.Load())
+		}
+		end()
+		<-time.After(settle * 10)
+		if p.count(k) != 2 {
+			t.Errorf("%d ready after the creation", p.count(k))
+		}
+		defer f.load.Begin()() // for good
+		f.give(p, k)
+		<-time.After(4 * yield)
+		if p.count(k) != 2 {
+			t.Errorf("%d ready during creations without end", p.count(k))
+		}
+		if err := p.Close(); err != nil {
+			t.Error(err)
+		}
+	})
+}
+
+// What has ended is not given away, and is replaced.
+func TestPoolGivesNoneThatEnded(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		f := &plant{t: t}
+		p := f.pool(2)
+		p.Want("a", time.Now())
+		<-time.After(time.Second)
+		for _, s := range p.Ready("a") {
+			s.dead = true
+		}
+		if has(p, "a") {
+			t.Error("the pool gave what had ended")
+		}
+		<-time.After(time.Second)
+		if f.alive.Load() != 2 || p.count("a") != 2 {
+			t.Errorf("%d live and %d are ready", f.alive.Load(), p.count("a"))
+		}
+		if err := p.Close(); err != nil {
+			t.Error(err)
+		}
+	})
+}
+
+// Many take and one closes, at the same time.
+func TestPoolSideBySide(t *testing.T) {
+	f := &plant{t: t}
+	p := f.pool(3)
+	var wg sync.WaitGroup
+	for n := range 8 {
+		wg.Go(func() {
+			for range 50 {
+				if s, ok := p.Take(fmt.Sprint(n%3), time.Now()); ok {
+					f.end(s)
+				}
+			}
+			if n == 0 {
+				p.Forget(func(k string) bool { return k == "1" })
+			}
+			if n == 1 {
+				if err := p.Close(); err != nil {
+					t.Error(err)
+				}
+			}
+		})
+	}
+	wg.Wait()
+	if f.alive.Load() != 0 {
+		t.Errorf("%d live after the end", f.alive.Load())
+	}
+}
