@@ -15,6 +15,7 @@ import (
 	agentv1 "github.com/kernflux/opendsec/api/gen/agent/v1"
 	"github.com/kernflux/opendsec/api/gen/agent/v1/agentv1connect"
 	"github.com/kernflux/opendsec/internal/agent/proc"
+	"github.com/kernflux/opendsec/internal/fault"
 )
 
 // agentService answers agent.v1.Agent.
@@ -48,12 +49,12 @@ func (s *Server) become(call context.Context, h http.Header, msg *agentv1.HelloR
 	id := old.next(msg)
 	u, err := s.accounts.Load().Find(id.user)
 	if err != nil {
-		return connect.NewError(connect.CodeInvalidArgument, fmt.Errorf("default_user: %w", err))
+		return fault.ToConnect(fault.Invalid("default_user", "%w", err))
 	}
 	if id.workdir != "" {
 		c := caller{User: u}
 		if id.workdir, err = c.path(id.workdir); err != nil {
-			return connect.NewError(connect.CodeInvalidArgument, fmt.Errorf("default_workdir: %w", err))
+			return fault.ToConnect(fault.Invalid("default_workdir", "%w", err))
 		}
 	}
 	if s.cfg.Machine {

@@ -599,3 +599,16 @@ func TestNothingLeaks(t *testing.T) {
 		t.Errorf("it used %d kB", kb)
 	}
 }
+
+// What is wrong with an identity is said of its field.
+func TestHelloNamesTheField(t *testing.T) {
+	r := start(t)
+	for field, id := range map[string]agentclient.Identity{
+		"default_user": {User: "nosuch"}, "default_workdir": {Workdir: "/a\x00b"},
+	} {
+		_, err := r.Hello(t.Context(), id)
+		if f := fault.Of(err); f == nil || f.Kind != fault.InvalidArgument || f.Field != field {
+			t.Errorf("Hello with %+v = %+v, want an error of %s", id, f, field)
+		}
+	}
+}

@@ -6,6 +6,7 @@ import (
 	"math/rand/v2"
 	"os"
 	"path/filepath"
+	"strings"
 	"sync"
 	"testing"
 	"time"
@@ -412,5 +413,29 @@ func TestImportSendsProgressAndTheImage(t *testing.T) {
 	}
 	if !fault.Is(fault.FromConnect(built.Err()), fault.Unavailable) {
 		t.Errorf("got %v", built.Err())
+	}
+}
+
+// What an agent refuses of its identity is said of the create's own field.
+func TestRefusedIdentityNamesTheField(t *testing.T) {
+	for agents, field := range map[string]string{"default_user": "spec.user", "default_workdir": "spec.workdir"} {
+		for _, asked := range []string{"", "asked"} {
+			w := newWorld(t)
+			w.onHello = func(*machine) error { return fault.ToConnect(fault.Invalid(agents, "nobody knows it")) }
+			n := startNode(t, w, t.TempDir(), nil)
+			req := request(sandbox.NewID())
+			req.Spec.User, req.Spec.Workdir = asked, asked
+			_, err := n.client.CreateSandbox(t.Context(), connect.NewRequest(req))
+			got := fault.Of(fault.FromConnect(err))
+			if got == nil || got.Kind != fault.InvalidArgument || got.Field != field || got.Domain != sandbox.User {
+				t.Errorf("an agent that refuses the %s: %+v, want one of the field %s", agents, got, field)
+				continue
+			}
+			if strings.Contains(got.Message, "image root/py:latest") != (asked == "") || !strings.Contains(got.Message, "nobody knows it") {
+				t.Errorf("an agent that refuses the %s, asked for %q: %s", agents, asked, got.Message)
+			}
+			n.stop()
+			w.empty(t)
+		}
 	}
 }

@@ -327,9 +327,31 @@ func (e *Edge) introduce(ctx context.Context, b *box) error {
 		return fmt.Errorf("wait for the agent: %w", err)
 	}
 	if _, err := agent.Hello(ctx, e.identity(b)); err != nil {
-		return fmt.Errorf("greet the agent: %w", err)
+		return fmt.Errorf("greet the agent: %w", b.refused(err))
 	}
 	return nil
+}
+
+// refused says of what an agent does not take on which field of the create it
+// is, or that it is the image's.
+func (b *box) refused(err error) error {
+	var f *fault.Error
+	if !errors.As(err, &f) || f.Kind != fault.InvalidArgument {
+		return err
+	}
+	spec := b.spec()
+	for field, is := range map[string]struct{ name, asked string }{
+		"default_user": {"user", spec.User}, "default_workdir": {"workdir", spec.Workdir},
+	} {
+		if f.Field != field {
+			continue
+		}
+		if is.asked == "" {
+			return fault.Invalid("spec."+is.name, "the %s that image %s names: %w; give another", is.name, spec.Image, err)
+		}
+		return fault.Invalid("spec."+is.name, "%s: %w", is.name, err)
+	}
+	return err
 }
 
 func (e *Edge) identity(b *box) agentclient.Identity {

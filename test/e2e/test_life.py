@@ -152,6 +152,7 @@ def test_a_command_ends_with_its_sandbox(backend: str) -> None:
      (DSecRunArgs(IMAGE, memory_limit_mb=2**40), opendsec.InvalidArgumentError, "memory_limit_mb"),
      (DSecRunArgs(IMAGE, disk_limit_mb=2**50), opendsec.InvalidArgumentError, "disk_limit_mb"),
      (DSecRunArgs(IMAGE, pids_limit=10**9), opendsec.InvalidArgumentError, "pids_limit"),
+     (DSecRunArgs(IMAGE, user="nosuch"), opendsec.InvalidArgumentError, "user"),
      (DSecRunArgs(IMAGE, memory_limit_mb=10**8), opendsec.InvalidArgumentError, "memory_limit_mb"),
      (DSecRunArgs(IMAGE, network_rules={"not a rule!": True}), opendsec.InvalidArgumentError, "network_rules")],
 )  # fmt: skip
