@@ -90,6 +90,9 @@ func (e *Edge) canFork(b *box, children []journal.Entry, memory bool) error {
 			return fault.Invalid("children", "copy %s must have the project, backend, limits and image of sandbox %s", c.ID, b.id)
 		}
 	}
+	if slices.ContainsFunc(children, func(c journal.Entry) bool { return e.find(c.ID) == nil }) {
+		return e.full() // here, so that the sandbox does not stand still for nothing
+	}
 	return nil
 }
 
