@@ -194,6 +194,7 @@ func newLayerWriter(w *os.File) *layerWriter {
 
 // header writes an entry's header.
 func (w *layerWriter) header(h *tar.Header) error {
+	h.Format = tar.FormatPAX // others have times in whole seconds
 	var b bytes.Buffer
 	if err := tar.NewWriter(&b).WriteHeader(h); err != nil {
 		return err
