@@ -414,3 +414,34 @@ func FuzzPack(f *testing.F) {
 		}
 	})
 }
+
+// A file of holes takes no more of the disk in an image than its data, nor in
+// the image that is packed of that one. While it is built there must be room
+// for the whole file.
+func TestPackKeepsHoles(t *testing.T) {
+	s := smallStore(t, "96m")
+	base := importSimple(t, s, "a")
+	const size = 64 << 20
+	content := "begin" + strings.Repeat("\x00", size-8) + "end"
+	first := pack(t, s, base.Digest, imagetest.Tar(t, imagetest.File("holes", content)))
+	second := pack(t, s, first.Digest, imagetest.Tar(t, imagetest.File("more", "x")))
+	for _, a := range []Artifact{first, second} {
+		root, _, err := s.Acquire(t.Context(), a.Digest)
+		if err != nil {
+			t.Fatal(err)
+		}
+		defer s.Release(a.Digest)
+		if got, err := os.ReadFile(filepath.Join(root.Tree, "holes")); err != nil || string(got) != content {
+			t.Errorf("the file has %d bytes, and not those that were packed: %v", len(got), err)
+		}
+		var st unix.Stat_t
+		if err := unix.Stat(root.EROFS, &st); err != nil || st.Size < size || st.Blocks*512 > 1<<20 {
+			t.Errorf("the image has %d bytes and takes %d of the disk, %v", st.Size, st.Blocks*512, err)
+		}
+	}
+	large := imagetest.Tar(t, imagetest.File("holes", content+content))
+	if _, err := s.Pack(t.Context(), PackOptions{Base: base.Digest, Layer: bytes.NewReader(large)}); !fault.Is(err, fault.Capacity) {
+		t.Errorf("Pack of a file that the disk has no room for in full = %v, want a Capacity fault", err)
+	}
+	noStaging(t, s)
+}

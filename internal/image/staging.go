@@ -149,7 +149,9 @@ func lastLine(s string) string {
 	return s[strings.LastIndexByte(s, '\n')+1:]
 }
 
-// build turns the staged tree into an EROFS file.
+// build turns the staged tree into an EROFS file. mkfs.erofs writes a file's
+// holes too, so there must be room for treeBytes, which counts them, until they
+// are dug out again.
 func (s *Store) build(ctx context.Context, st *staging, treeBytes int64) error {
 	if err := s.room(treeBytes); err != nil {
 		return err
@@ -172,10 +174,14 @@ func (s *Store) build(ctx context.Context, st *staging, treeBytes int64) error {
 	return buildFile(ctx, filepath.Join(image, plainName), st.tree, "-x-1")
 }
 
-// buildFile makes an EROFS file of a tree, safe against a power cut.
+// buildFile makes an EROFS file of a tree, with holes for zeros, safe against a
+// power cut.
 func buildFile(ctx context.Context, file, tree string, more ...string) error {
 	if err := mkfs(ctx, file, tree, more...); err != nil {
 		return err
+	}
+	if err := digHoles(file); err != nil {
+		return diskFault("write the EROFS file", err)
 	}
 	if err := errors.Join(os.Chmod(file, 0o400), durable.Path(file)); err != nil {
 		return diskFault("write the EROFS file", err)

@@ -36,6 +36,10 @@ type Limits struct {
 	Entries int64 // in all layers; 0 means 16 million
 }
 
+// minHole is how many zeros in a row are worth a hole, where they come in one
+// read.
+const minHole = 4 << 10
+
 // roomEvery is after how many written bytes the free space is looked at again.
 const roomEvery = 64 << 20
 
@@ -47,7 +51,8 @@ type Applier struct {
 	limits  Limits
 	room    func() error
 	buf     []byte
-	bytes   int64 // of content so far
+	zeros   []byte // as many as buf has
+	bytes   int64  // of content so far
 	entries int64
 	unasked int64 // bytes since room was asked
 
@@ -80,7 +85,7 @@ func New(directory string, limits Limits, room func() error) (*Applier, error) {
 	if err != nil {
 		return nil, fmt.Errorf("open %s: %w", directory, err)
 	}
-	a := &Applier{root: fd, limits: limits, room: room, buf: make([]byte, 1<<20)}
+	a := &Applier{root: fd, limits: limits, room: room, buf: make([]byte, 1<<20), zeros: make([]byte, 1<<20)}
 	if a.prefix, err = kernelPath(fd); err != nil {
 		return nil, errors.Join(err, unix.Close(fd))
 	}

@@ -2,6 +2,7 @@ package layer
 
 import (
 	"archive/tar"
+	"bytes"
 	"context"
 	"errors"
 	"fmt"
@@ -63,23 +64,23 @@ func (a *Applier) putFile(ctx context.Context, d *dir, base string, hdr *tar.Hea
 	if err != nil {
 		return err
 	}
-	err = a.write(ctx, fd, content)
+	err = a.write(ctx, fd, content, hdr.Size)
 	if err == nil {
 		err = setFile(fd, hdr, mtimeOf(hdr.ModTime))
 	}
 	return errors.Join(err, unix.Close(fd))
 }
 
-// write copies a file's content. Blocks are counted as they are written, so
-// that a small archive of holes does not fill the disk either.
-func (a *Applier) write(ctx context.Context, fd int, content io.Reader) error {
+// write copies a file's content of so many bytes. Zeros become holes, and count
+// as if they were written: what is made of the tree may have them in full.
+func (a *Applier) write(ctx context.Context, fd int, content io.Reader, size int64) error {
 	for {
 		n, err := content.Read(a.buf)
 		if err := a.writeBlock(fd, a.buf[:n]); err != nil {
 			return err
 		}
 		if err == io.EOF {
-			return nil
+			return unix.Ftruncate(fd, size) // it may end with a hole
 		}
 		if err != nil {
 			return readFault(err)
@@ -101,6 +102,10 @@ func (a *Applier) writeBlock(fd int, p []byte) error {
 		if err := a.room(); err != nil {
 			return err
 		}
+	}
+	if len(p) >= minHole && bytes.Equal(p, a.zeros[:len(p)]) {
+		_, err := unix.Seek(fd, int64(len(p)), unix.SEEK_CUR)
+		return err
 	}
 	for len(p) > 0 {
 		n, err := unix.Write(fd, p)
