@@ -93,7 +93,7 @@ func newDataPlane(s *Server) *dataPlane {
 	return &dataPlane{server: s, proxy: &httputil.ReverseProxy{
 		Transport:      s.deps.Edge.Transport,
 		FlushInterval:  -1,
-		BufferPool:     &buffers{},
+		BufferPool:     new(rpc.Buffers),
 		ModifyResponse: readNoMore,
 		ErrorLog:       quiet(s.log),
 		Rewrite: func(r *httputil.ProxyRequest) {
@@ -300,16 +300,3 @@ func (s *Server) fail(w http.ResponseWriter, r *http.Request, err error) {
 		s.log.Debug("write an error", "error", werr)
 	}
 }
-
-// buffers lends the proxy what it copies through; 64 KiB halves the calls of
-// a large file against the default.
-type buffers struct{ pool sync.Pool }
-
-func (b *buffers) Get() []byte {
-	if p, ok := b.pool.Get().(*[]byte); ok {
-		return *p
-	}
-	return make([]byte, 64<<10)
-}
-
-func (b *buffers) Put(p []byte) { b.pool.Put(&p) }

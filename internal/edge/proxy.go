@@ -8,7 +8,6 @@ import (
 	"net/http"
 	"net/http/httputil"
 	"strings"
-	"sync"
 	"time"
 
 	"connectrpc.com/connect"
@@ -41,10 +40,6 @@ var open = []string{
 // Authorization names a user inside the sandbox and goes on.
 var secrets = []string{"X-Api-Key", "X-Access-Token", "Cookie", "E2b-Traffic-Access-Token", "Proxy-Authorization"}
 
-// copyBuffer is the size of the buffers that bytes pass through; envelopes
-// wants more than its mostHeld.
-const copyBuffer = 128 << 10
-
 // proxy passes requests to agents and answers back, as streams in both
 // directions.
 type proxy struct {
@@ -76,7 +71,7 @@ func (e *Edge) newProxy() *proxy {
 		FlushInterval:  -1,
 		ModifyResponse: p.modify,
 		ErrorHandler:   p.broken,
-		BufferPool:     &buffers{sync.Pool{New: func() any { return new([copyBuffer]byte) }}},
+		BufferPool:     new(rpc.Buffers),
 		ErrorLog:       slog.NewLogLogger(e.log.Handler(), slog.LevelDebug),
 	}
 	return p
@@ -236,9 +231,3 @@ func (p *proxy) refuse(w http.ResponseWriter, r *http.Request, err error) {
 	w.Header().Set(rpc.Header, rpc.RequestID(r.Context()))
 	_ = p.errors.Write(w, r, fault.ToConnect(f)) // a failure is the caller's having gone
 }
-
-// buffers is where the proxy gets its buffers.
-type buffers struct{ pool sync.Pool }
-
-func (b *buffers) Get() []byte  { return b.pool.Get().(*[copyBuffer]byte)[:] }
-func (b *buffers) Put(p []byte) { b.pool.Put((*[copyBuffer]byte)(p)) }

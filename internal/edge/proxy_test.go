@@ -17,6 +17,7 @@ import (
 	"github.com/kernflux/opendsec/api/gen/process/processconnect"
 	"github.com/kernflux/opendsec/internal/backend"
 	"github.com/kernflux/opendsec/internal/fault"
+	"github.com/kernflux/opendsec/internal/rpc"
 	"github.com/kernflux/opendsec/internal/sandbox"
 )
 
@@ -276,7 +277,7 @@ func TestEnvelopes(t *testing.T) {
 			}
 			s := &envelopes{from: &pieces{parts, c.err}, why: func(error) *fault.Error { return ended }}
 			var got bytes.Buffer
-			_, err := io.CopyBuffer(struct{ io.Writer }{&got}, s, make([]byte, copyBuffer))
+			_, err := io.CopyBuffer(struct{ io.Writer }{&got}, s, make([]byte, rpc.BufferSize))
 			if (err != nil) != c.fail || !bytes.Equal(got.Bytes(), c.want) {
 				t.Errorf("%s in steps of %d: got %d bytes, want %d, error %v", name, step, got.Len(), len(c.want), err)
 			}

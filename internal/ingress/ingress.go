@@ -24,9 +24,9 @@ import (
 	"slices"
 	"strconv"
 	"strings"
-	"sync"
 
 	"github.com/kernflux/opendsec/internal/fault"
+	"github.com/kernflux/opendsec/internal/rpc"
 )
 
 // Dial connects to a port of a sandbox. Its errors are told to whoever asks.
@@ -55,7 +55,7 @@ func New(dial Dial, log *slog.Logger) *Proxy {
 		FlushInterval:  -1,
 		ModifyResponse: modify,
 		ErrorHandler:   p.failed,
-		BufferPool:     &buffers{},
+		BufferPool:     new(rpc.Buffers),
 		ErrorLog:       slog.NewLogLogger(log.Handler(), slog.LevelDebug),
 	}
 	return p
@@ -247,17 +247,3 @@ func (v *Visit) outward(to, public string) string {
 	}
 	return to
 }
-
-// buffers lends the proxy what it copies through.
-type buffers struct{ pool sync.Pool }
-
-// Get returns a buffer.
-func (b *buffers) Get() []byte {
-	if p, ok := b.pool.Get().(*[]byte); ok {
-		return *p
-	}
-	return make([]byte, 64<<10)
-}
-
-// Put takes a buffer back.
-func (b *buffers) Put(p []byte) { b.pool.Put(&p) }
