@@ -8,6 +8,7 @@ import (
 	"log/slog"
 	"net"
 	"net/http"
+	"os"
 	"path/filepath"
 	"sync/atomic"
 	"testing"
@@ -106,9 +107,7 @@ func (c *cluster) start(nodes []watcher.Node) {
 	})
 	c.iam = iamAddress
 	c.url = c.api()
-	pool := x509.NewCertPool()
-	pool.AppendCertsFromPEM(c.ca.CertPEM())
-	c.http = c.client(&tls.Config{RootCAs: pool})
+	c.http = c.client(&tls.Config{RootCAs: c.roots()})
 	c.waitHealthy(len(nodes))
 }
 
@@ -155,6 +154,18 @@ func (c *cluster) identity(r string) *mtls.Identity {
 		c.t.Fatal(err)
 	}
 	return id
+}
+
+// roots returns the authority that the cluster's servers are known by.
+func (c *cluster) roots() *x509.CertPool {
+	c.t.Helper()
+	pem, err := os.ReadFile(c.ca.CertFile())
+	if err != nil {
+		c.t.Fatal(err)
+	}
+	pool := x509.NewCertPool()
+	pool.AppendCertsFromPEM(pem)
+	return pool
 }
 
 func (c *cluster) client(cfg *tls.Config) *http.Client {

@@ -6,7 +6,6 @@ import (
 	"crypto/rand"
 	"crypto/sha256"
 	"crypto/tls"
-	"crypto/x509"
 	"io"
 	"net/http"
 	"strings"
@@ -83,9 +82,7 @@ func TestDataPlaneStreamsBothWaysAtOnce(t *testing.T) {
 	c := newCluster(t, 1)
 	dev := c.developer()
 	id := dev.mustCreate().GetId()
-	pool := x509.NewCertPool()
-	pool.AppendCertsFromPEM(c.ca.CertPEM())
-	http1 := &http.Client{Transport: &http.Transport{TLSClientConfig: &tls.Config{RootCAs: pool}}}
+	http1 := &http.Client{Transport: &http.Transport{TLSClientConfig: &tls.Config{RootCAs: c.roots()}}}
 	t.Cleanup(http1.CloseIdleConnections)
 	for name, client := range map[string]*http.Client{"HTTP/2.0": c.http, "HTTP/1.1": http1} {
 		t.Run(name, func(t *testing.T) {

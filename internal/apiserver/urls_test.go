@@ -3,7 +3,6 @@ package apiserver_test
 import (
 	"context"
 	"crypto/tls"
-	"crypto/x509"
 	"fmt"
 	"io"
 	"net"
@@ -212,9 +211,7 @@ func TestTunnelsThroughTheDataPlane(t *testing.T) {
 	c.inside(func(w http.ResponseWriter, r *http.Request) { fmt.Fprint(w, "hello") })
 	dev := c.developer()
 	id := dev.mustCreate().GetId()
-	pool := x509.NewCertPool()
-	pool.AppendCertsFromPEM(c.ca.CertPEM())
-	http1 := &http.Transport{TLSClientConfig: &tls.Config{RootCAs: pool}}
+	http1 := &http.Transport{TLSClientConfig: &tls.Config{RootCAs: c.roots()}}
 	t.Cleanup(http1.CloseIdleConnections)
 	open := func(via http.RoundTripper, who *user, id, port string) (*tunnel.Conn, error) {
 		ctx, cancel := context.WithTimeout(t.Context(), 30*time.Second)

@@ -70,11 +70,8 @@ func open(dir string, now time.Time) (*CA, error) {
 	return c, nil
 }
 
-// CertPEM returns the authority's certificate, which is no secret: clients
-// verify servers with it.
-func (c *CA) CertPEM() []byte { return slices.Clone(c.pem) }
-
-// CertFile returns the path of the authority's certificate.
+// CertFile returns the path of the authority's certificate, which is no secret:
+// clients verify servers with it.
 func (c *CA) CertFile() string { return mtls.CAFile(c.dir) }
 
 func (c *CA) keyFile() string { return filepath.Join(c.dir, "ca-key.pem") }

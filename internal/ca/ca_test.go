@@ -43,7 +43,7 @@ func TestInitKeepsTheAuthority(t *testing.T) {
 				t.Error(err)
 				return
 			}
-			pems[i] = string(c.CertPEM())
+			pems[i] = string(c.pem)
 		})
 	}
 	wg.Wait()
@@ -150,7 +150,7 @@ func TestAuthorityIsRenewed(t *testing.T) {
 	old := mustOpen(t, dir, now)
 	later := now.Add(9 * 365 * day)
 	renewed := mustOpen(t, dir, later)
-	if string(renewed.CertPEM()) == string(old.CertPEM()) {
+	if string(renewed.pem) == string(old.pem) {
 		t.Fatal("the authority was not renewed a year before its end")
 	}
 	certPEM, _, err := renewed.Issue("edge", []string{"localhost"})

@@ -1,22 +1,12 @@
 package mtls
 
 import (
-	"context"
 	"net/http"
 
 	"connectrpc.com/connect"
 
 	"github.com/kernflux/opendsec/internal/fault"
 )
-
-type roleKey struct{}
-
-// RoleOf returns the role of the component that made the call, "" outside of
-// a Handler.
-func RoleOf(ctx context.Context) string {
-	role, _ := ctx.Value(roleKey{}).(string)
-	return role
-}
 
 // RoleOfRequest returns the role that the request's connection has shown and
 // that was verified, "" for none.
@@ -38,7 +28,7 @@ func Handler(allow Allow, next http.Handler) http.Handler {
 	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		role := RoleOfRequest(r)
 		if allow.Allows(role, r.URL.Path) {
-			next.ServeHTTP(w, r.WithContext(context.WithValue(r.Context(), roleKey{}, role)))
+			next.ServeHTTP(w, r)
 			return
 		}
 		err := fault.New(fault.PermissionDenied, "the role %q may not call %s", role, r.URL.Path)

@@ -8,6 +8,7 @@ import (
 	"log/slog"
 	"net"
 	"net/http"
+	"os"
 	"strings"
 	"testing"
 
@@ -76,7 +77,7 @@ func client(t *testing.T, cfg *tls.Config) *http.Client {
 
 // echo answers with the caller's role.
 var echo = http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
-	fmt.Fprint(w, mtls.RoleOf(r.Context()))
+	fmt.Fprint(w, mtls.RoleOfRequest(r))
 })
 
 func get(t *testing.T, c *http.Client, url string) (status int, body string, err error) {
@@ -208,7 +209,11 @@ func TestLoadRefusesAnotherRole(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	if id, err := mtls.New(c.CertPEM(), cert, key); err != nil || id.Role() != mtls.RoleEdge {
+	authority, err := os.ReadFile(c.CertFile())
+	if err != nil {
+		t.Fatal(err)
+	}
+	if id, err := mtls.New(authority, cert, key); err != nil || id.Role() != mtls.RoleEdge {
 		t.Errorf("a certificate by itself: %v", err)
 	}
 	if _, err := mtls.Load(dir, mtls.RoleEdge); err == nil {
