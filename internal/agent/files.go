@@ -16,6 +16,8 @@ import (
 	"sync"
 	"syscall"
 	"time"
+
+	"github.com/kernflux/opendsec/internal/fault"
 )
 
 const (
@@ -154,7 +156,7 @@ func fileHTTPError(w http.ResponseWriter, name string, err error) {
 		httpError(w, http.StatusBadRequest, fmt.Sprintf("path '%s' is a directory", name))
 	case errors.Is(err, errNotRegular), errors.Is(err, syscall.ENXIO):
 		httpError(w, http.StatusBadRequest, fmt.Sprintf("path '%s' is not a regular file", name))
-	case full(err):
+	case fault.DiskFull(err):
 		httpError(w, http.StatusInsufficientStorage, fmt.Sprintf("no room to write '%s': the sandbox's disk limit is reached", name))
 	case errors.Is(err, os.ErrDeadlineExceeded):
 		httpError(w, http.StatusRequestTimeout, fmt.Sprintf("nothing of '%s' came for %v", name, uploadIdle))

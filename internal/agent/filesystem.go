@@ -15,6 +15,7 @@ import (
 	"github.com/kernflux/opendsec/api/gen/filesystem"
 	"github.com/kernflux/opendsec/api/gen/filesystem/filesystemconnect"
 	"github.com/kernflux/opendsec/internal/agent/tree"
+	"github.com/kernflux/opendsec/internal/fault"
 )
 
 // filesystemService answers filesystem.Filesystem. It acts as the agent, not
@@ -54,14 +55,11 @@ func fileError(name string, err error) error {
 		code = connect.CodeAlreadyExists
 	case errors.Is(err, fs.ErrPermission), errors.Is(err, syscall.EROFS):
 		code = connect.CodePermissionDenied
-	case full(err):
+	case fault.DiskFull(err):
 		code = connect.CodeResourceExhausted
 	}
 	return connect.NewError(code, err)
 }
-
-// full reports whether an error says that no room is left.
-func full(err error) bool { return errors.Is(err, syscall.ENOSPC) || errors.Is(err, syscall.EDQUOT) }
 
 // Stat describes one entry.
 func (f *filesystemService) Stat(_ context.Context, req *connect.Request[filesystem.StatRequest]) (*connect.Response[filesystem.StatResponse], error) {

@@ -8,8 +8,6 @@ import (
 	"slices"
 	"time"
 
-	"golang.org/x/sys/unix"
-
 	"github.com/kernflux/opendsec/internal/backend"
 	"github.com/kernflux/opendsec/internal/durable"
 	"github.com/kernflux/opendsec/internal/edge/journal"
@@ -354,8 +352,7 @@ func (e *Edge) unkeep(b *box) (remove func(), err error) {
 
 // outOfDisk gives a full disk its kind.
 func outOfDisk(err error) error {
-	full := errors.Is(err, unix.ENOSPC) || errors.Is(err, unix.EDQUOT)
-	if !full || errors.As(err, new(*fault.Error)) {
+	if !fault.DiskFull(err) || errors.As(err, new(*fault.Error)) {
 		return err
 	}
 	return fault.New(fault.Capacity, "the node's disk is full; delete images or stop sandboxes: %w", err)

@@ -87,7 +87,7 @@ func (s *Store) room(need int64) error {
 
 // diskFault gives a full disk its kind.
 func diskFault(doing string, err error) error {
-	if errors.Is(err, unix.ENOSPC) || errors.Is(err, unix.EDQUOT) {
+	if fault.DiskFull(err) {
 		return fault.New(fault.Capacity, "%s: the disk is full: %w", doing, err)
 	}
 	return fmt.Errorf("%s: %w", doing, err)

@@ -220,10 +220,10 @@ func entryFault(name string, err error) error {
 		return err
 	case errors.As(err, &bad):
 		return fault.Invalid("source", "entry %q of the layer: %w", name, err)
+	case fault.DiskFull(err):
+		return fault.New(fault.Capacity, "the disk is full while unpacking %q: %w", name, err)
 	case errors.As(err, &errno):
 		switch errno {
-		case unix.ENOSPC, unix.EDQUOT:
-			return fault.New(fault.Capacity, "the disk is full while unpacking %q: %w", name, err)
 		case unix.ENOENT, unix.ENOTDIR, unix.EISDIR, unix.ELOOP, unix.ENAMETOOLONG, unix.EINVAL, unix.EMLINK:
 			return fault.Invalid("source", "entry %q of the layer cannot be unpacked: %w", name, err)
 		}

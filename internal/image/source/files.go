@@ -11,7 +11,6 @@ import (
 	"os"
 	"path"
 	"strings"
-	"syscall"
 
 	"github.com/klauspost/compress/gzip"
 	"github.com/klauspost/compress/zstd"
@@ -175,7 +174,7 @@ func archiveFault(name string, err error) error {
 	switch {
 	case errors.As(err, &f):
 		return err
-	case errors.Is(err, syscall.ENOSPC), errors.Is(err, syscall.EDQUOT):
+	case fault.DiskFull(err):
 		return fault.New(fault.Capacity, "the disk is full while uncompressing the archive: %w", err)
 	case errors.As(err, &perr):
 		return fmt.Errorf("read the archive: %w", err)
