@@ -9,7 +9,8 @@ import threading
 from collections.abc import Awaitable, Callable, Iterator
 
 import pytest
-from fake import PROJECT, TOKEN, Server, error_json, fault
+from fake import PROJECT, TOKEN, Server
+from fake_wire import error_json, fault
 
 import opendsec.sync
 from opendsec import (
