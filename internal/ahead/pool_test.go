@@ -24,7 +24,9 @@ type plant struct {
 	load  Load
 }
 
-func (f *plant) pool(size int) *Pool[string, *thing] {
+func (f *plant) pool(size int) *Pool[string, *thing] { return f.poolOf(Size{Keys: size, Even: size}) }
+
+func (f *plant) poolOf(size Size) *Pool[string, *thing] {
 	return New(Options[string, *thing]{
 		Log: slog.New(slog.NewTextHandler(f.t.Output(), nil)), Size: size, Make: f.launch, End: f.end,
 		Ended: func(t *thing) bool { return t.dead }, Load: &f.load,
@@ -132,6 +134,82 @@ func TestPoolHoldsNoMoreThanItsSize(t *testing.T) {
 		}
 		if has(p, "3") {
 			t.Error("a closed pool gives something")
+		}
+	})
+}
+
+// takes takes n things at once, and ends them.
+func (f *plant) takes(p *Pool[string, *thing], k string, n int) (had int) {
+	for range n {
+		if s, ok := p.Take(k, time.Now()); ok {
+			f.end(s)
+			had++
+		}
+	}
+	return had
+}
+
+func TestPoolHoldsWhatWasWantedAtOnce(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		f := &plant{t: t}
+		p := f.poolOf(Size{Keys: 4, Even: 4, Extra: 8})
+		const a, b = "a", "b"
+		f.takes(p, a, 8)
+		<-time.After(2 * time.Second)
+		if had := f.takes(p, a, 8); had != 8 {
+			t.Errorf("%d of 8 were ready for the second time", had)
+		}
+		<-time.After(2 * time.Second)
+		// Both together want twice what there is.
+		f.takes(p, b, 12)
+		<-time.After(2 * time.Second)
+		if p.count(a)+p.count(b) > 12 || p.count(a) < 4 || p.count(b) < 6 {
+			t.Errorf("%d and %d ready; want shares by demand, 12 in all", p.count(a), p.count(b))
+		}
+		// Used in turn, neither takes from the other.
+		made := f.made.Load()
+		for range 10 {
+			f.give(p, a)
+			<-time.After(2 * time.Second)
+			f.give(p, b)
+			<-time.After(2 * time.Second)
+		}
+		if n := f.made.Load() - made; n != 20 {
+			t.Errorf("%d were made for 20 that were taken", n)
+		}
+		// Single ones go on; the burst is long ago.
+		for range 12 {
+			<-time.After(time.Minute)
+			f.give(p, a)
+		}
+		<-time.After(time.Second)
+		if p.count(a) != 4 || f.alive.Load() != 4 {
+			t.Errorf("%d ready of %d long after the burst; want the even share", p.count(a), f.alive.Load())
+		}
+		if err := p.Close(); err != nil {
+			t.Error(err)
+		}
+	})
+}
+
+func TestPoolHoldsOneOfEachWithoutABurst(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		f := &plant{t: t}
+		p := f.poolOf(Size{Keys: 2, Extra: 4})
+		for n := range 3 {
+			p.Take(fmt.Sprint(n), time.Now())
+			<-time.After(2 * time.Second)
+		}
+		if p.count("1") != 1 || p.count("2") != 1 || f.alive.Load() != 2 {
+			t.Errorf("%v ready; want one of each of the last two", p.ready)
+		}
+		f.takes(p, "2", 3)
+		<-time.After(2 * time.Second)
+		if p.count("2") != 3 {
+			t.Errorf("%d ready; want as many as were wanted at once", p.count("2"))
+		}
+		if err := p.Close(); err != nil {
+			t.Error(err)
 		}
 	})
 }

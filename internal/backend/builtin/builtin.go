@@ -70,7 +70,7 @@ func open(name sandbox.Backend, o Options) (backend.Backend, error) {
 	case sandbox.GVisor:
 		return gvisor.New(gvisor.Options{
 			Log: log, StateDir: filepath.Join(o.StateDir, "gvisor"), Prefix: o.Prefix,
-			SentryPath: o.SentryPath, Slots: o.Slots, Pool: o.ReadyMachines,
+			SentryPath: o.SentryPath, Slots: o.Slots, Pool: o.ReadyMachines, Load: o.Load,
 		})
 	case sandbox.Sim:
 		return sim.Open(log, o.Sim), nil

@@ -47,8 +47,9 @@ type Options struct {
 	// Slots gives network to containers whose Config has none. Without it they
 	// have none, and none is made ahead.
 	Slots *netslot.Pool
-	// Ready is how many containers are kept ready in all; 0 is none. One takes
-	// some 10 MiB of memory.
+	// Ready is for how many kinds of container some are kept ready, and how many
+	// those share evenly; of what is wanted several at a time there are more. 0 is
+	// none. One takes some 10 MiB of memory.
 	Ready int
 	// ReadyDisks is how many empty disks are kept ready, 4 when zero.
 	ReadyDisks int
@@ -129,7 +130,7 @@ func Open(o Options) (*Backend, error) {
 		live: map[sandbox.ID]*instance{}, serves: map[sandbox.ID]sandbox.ID{},
 	}
 	b.pool = ahead.New(ahead.Options[key, *ready]{
-		Log: o.Log, Size: o.Ready, Make: b.prepare, End: b.dismiss, Ended: (*ready).ended, Load: o.Load,
+		Log: o.Log, Size: ahead.SizeOf(o.Ready, o.Ready), Make: b.prepare, End: b.dismiss, Ended: (*ready).ended, Load: o.Load,
 	})
 	return b, nil
 }

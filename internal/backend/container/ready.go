@@ -200,10 +200,13 @@ func (p *process) setHostname(name string) error {
 	return nil
 }
 
-// Forget ends what is held ready of an image, by its EROFS file. Containers of
+// Forget ends what is held ready of an image, by its directory. Containers of
 // sandboxes go on.
-func (b *Backend) Forget(erofs string) {
-	b.pool.Forget(func(k key) bool { return k.rootfs.EROFS == erofs })
+func (b *Backend) Forget(dir string) {
+	b.pool.Forget(func(k key) bool {
+		below, err := filepath.Rel(dir, k.rootfs.Tree)
+		return err == nil && filepath.IsLocal(below)
+	})
 }
 
 // SlotOf returns the network slot of a container.

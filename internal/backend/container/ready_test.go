@@ -173,11 +173,11 @@ func TestDeadIsNotTaken(t *testing.T) {
 func TestForgetsImage(t *testing.T) {
 	s := newStock(t)
 	have, was := s.wait()
-	s.backend.Forget("another")
+	s.backend.Forget(s.rootfs.Tree + "-of-another")
 	if have.ended() {
 		t.Error("the container of another image was ended")
 	}
-	s.backend.Forget(s.rootfs.EROFS)
+	s.backend.Forget(filepath.Dir(s.rootfs.Tree))
 	s.gone(was, "the container of a forgotten image")
 }
 

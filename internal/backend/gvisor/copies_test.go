@@ -48,15 +48,16 @@ func (w *world) copies(s *backend.Snapshot, n int) []*sentry {
 	k := keyOf(w.config(s))
 	k.state = s.Dir
 	deadline := time.Now().Add(time.Minute)
-	for w.b.copies.count(k) != n {
+	for {
+		have := w.b.copies.Ready(k)
+		if len(have) == n {
+			return have
+		}
 		if time.Now().After(deadline) {
-			w.Fatalf("%d copies are ready; want %d", w.b.copies.count(k), n)
+			w.Fatalf("%d copies are ready; want %d", len(have), n)
 		}
 		<-time.After(10 * time.Millisecond)
 	}
-	w.b.copies.mu.Lock()
-	defer w.b.copies.mu.Unlock()
-	return append([]*sentry(nil), w.b.copies.ready[k]...)
 }
 
 // What waits to be a machine of a snapshot has run nothing of it, and becomes
@@ -149,9 +150,7 @@ func TestNoCopiesOfAPause(t *testing.T) {
 	w := newWorld(t, 2)
 	s := w.snapshotOfCounter()
 	w.create(s).count()
-	w.b.copies.mu.Lock()
-	defer w.b.copies.mu.Unlock()
-	if len(w.b.copies.used) != 0 {
-		t.Errorf("copies are made for %v", w.b.copies.used)
+	if keys := w.b.copies.Keys(); len(keys) != 0 {
+		t.Errorf("copies are made for %v", keys)
 	}
 }

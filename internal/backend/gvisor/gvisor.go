@@ -22,13 +22,13 @@ import (
 	"os"
 	"path/filepath"
 	"sync"
-	"sync/atomic"
 	"time"
 
 	"gvisor.dev/gvisor/pkg/log"
 	"gvisor.dev/gvisor/runsc/config"
 	"gvisor.dev/gvisor/runsc/flag"
 
+	"github.com/kernflux/opendsec/internal/ahead"
 	"github.com/kernflux/opendsec/internal/backend"
 	"github.com/kernflux/opendsec/internal/cgroup"
 	"github.com/kernflux/opendsec/internal/sandbox"
@@ -50,6 +50,9 @@ type Options struct {
 	// sentries to restore snapshots in; 0 is none. Of what is wanted several at a
 	// time there are more. A machine takes 16 MiB of memory, a sentry 8.
 	Pool int
+	// Load is what no machine is made ahead beside; nil is the creates of this
+	// backend.
+	Load *ahead.Load
 	// DebugDir gets one log per sentry, for the search of a defect. Sentries
 	// log nothing when it is "". It makes them much slower.
 	DebugDir string
@@ -70,17 +73,16 @@ type Backend struct {
 	log  *slog.Logger
 	opts Options
 	conf *config.Config
-	pool *pool // of machines that run
+	pool *ahead.Pool[key, *sentry] // of machines that run
 	// booted has sentries that have not begun anything, for snapshots, and copies
 	// those with the memory of one, which have not begun to run.
-	booted, copies *pool
+	booted, copies *ahead.Pool[key, *sentry]
 	// origins has the snapshots of copies, by directory.
 	origins sync.Map
 	version runtimeVersion
 	work    *workers
 
 	sweepOnce sync.Once
-	creates   atomic.Int64 // under way
 
 	mu sync.Mutex
 	// live has the sentries that this run knows, from before they start to
@@ -118,6 +120,9 @@ func New(o Options) (*Backend, error) {
 	if o.Slots == nil {
 		return nil, errors.New("gvisor backend: want a pool of network slots")
 	}
+	if o.Load == nil {
+		o.Load = new(ahead.Load)
+	}
 	// gVisor's packages log to stderr by themselves. What matters comes back
 	// as errors.
 	log.SetTarget(log.GoogleEmitter{Writer: &log.Writer{Next: io.Discard}})
@@ -127,10 +132,17 @@ func New(o Options) (*Backend, error) {
 	}
 	b := &Backend{log: o.Log, opts: o, conf: conf, work: newWorkers(), live: map[string]sandbox.ID{},
 		held: map[string]*sentry{}, shares: newShares(o.StateDir), tending: make(chan struct{}, 1)}
-	b.pool = newPool(o.Log, sizeOfPool(o.Pool, o.Pool), b.prepare, b.dismiss, b.creating)
-	b.booted = newPool(o.Log, sizeOfPool(o.Pool, o.Pool), func(ctx context.Context, k key) (*sentry, error) { return b.lend(ctx, k, b.hold) }, b.dismiss, b.creating)
-	b.copies = newPool(o.Log, sizeOfPool(o.Pool, 0), b.copy, b.dismiss, b.creating)
+	b.pool = b.newPool(o.Pool, b.prepare)
+	b.booted = b.newPool(o.Pool, func(ctx context.Context, k key) (*sentry, error) { return b.lend(ctx, k, b.hold) })
+	b.copies = b.newPool(0, b.copy)
 	return b, nil
+}
+
+// newPool returns a pool of sentries, of which the keys share even.
+func (b *Backend) newPool(even int, launch func(context.Context, key) (*sentry, error)) *ahead.Pool[key, *sentry] {
+	return ahead.New(ahead.Options[key, *sentry]{
+		Log: b.log, Size: ahead.SizeOf(b.opts.Pool, even), Make: launch, End: b.dismiss, Ended: (*sentry).exited, Load: b.opts.Load,
+	})
 }
 
 // configure returns the sentry's configuration. What is not named has gVisor's
@@ -166,8 +178,7 @@ func (b *Backend) Create(ctx context.Context, cfg backend.Config) (_ backend.Ins
 		return nil, err
 	}
 	b.sweepOnce.Do(b.sweep)
-	b.creates.Add(1)
-	defer b.creates.Add(-1)
+	defer b.opts.Load.Begin()()
 	s, err := b.running(ctx, cfg)
 	if err != nil {
 		return nil, err
@@ -190,9 +201,6 @@ func (b *Backend) Create(ctx context.Context, cfg backend.Config) (_ backend.Ins
 	return b.newInstance(cfg.ID, s), nil
 }
 
-// creating reports whether a machine is being created.
-func (b *Backend) creating() bool { return b.creates.Load() > 0 }
-
 // running returns a sentry that runs its process 1.
 func (b *Backend) running(ctx context.Context, cfg backend.Config) (*sentry, error) {
 	k := keyOf(cfg)
@@ -204,7 +212,7 @@ func (b *Backend) running(ctx context.Context, cfg backend.Config) (*sentry, err
 	case cfg.Slot.Name != "":
 		return b.launch(ctx, k, cfg.Slot, nil)
 	}
-	if s := b.pool.take(k, time.Now()); s != nil {
+	if s, ok := b.pool.Take(k, time.Now()); ok {
 		return s, nil
 	}
 	return b.prepare(ctx, k)
@@ -316,8 +324,8 @@ func (b *Backend) startTending() {
 // files can go from the disk. Machines go on.
 func (b *Backend) Forget(dir string) {
 	b.origins.Delete(dir)
-	for _, p := range []*pool{b.pool, b.booted, b.copies} {
-		p.forget(dir)
+	for _, p := range []*ahead.Pool[key, *sentry]{b.pool, b.booted, b.copies} {
+		p.Forget(func(k key) bool { return k.of(dir) })
 	}
 }
 
@@ -325,5 +333,5 @@ func (b *Backend) Forget(dir string) {
 func (b *Backend) Close() error {
 	b.work.stop()
 	b.shares.close()
-	return errors.Join(b.pool.close(), b.booted.close(), b.copies.close(), cgroup.RemoveParent(b.opts.Prefix))
+	return errors.Join(b.pool.Close(), b.booted.Close(), b.copies.Close(), cgroup.RemoveParent(b.opts.Prefix))
 }

@@ -151,10 +151,7 @@ func (w *world) ready(cfg backend.Config, n int) {
 	w.Helper()
 	for {
 		w.b.Prepare(cfg)
-		w.b.booted.mu.Lock()
-		have := len(w.b.booted.ready[keyOf(cfg)])
-		w.b.booted.mu.Unlock()
-		if have >= n {
+		if len(w.b.booted.Ready(keyOf(cfg))) >= n {
 			<-time.After(100 * time.Millisecond) // the pool is done with the rest
 			return
 		}

@@ -17,7 +17,7 @@ import (
 // sentries for that are booted.
 func (b *Backend) Prepare(cfg backend.Config) {
 	b.sweepOnce.Do(b.sweep)
-	b.booted.want(keyOf(cfg), time.Now())
+	b.booted.Want(keyOf(cfg), time.Now())
 }
 
 // restored returns a sentry with the memory and the processes of a snapshot.
@@ -45,7 +45,8 @@ func (b *Backend) loadedAhead(k key, cfg backend.Config) *sentry {
 	}
 	k.state = cfg.From.Dir
 	b.origins.Store(k.state, *cfg.From)
-	return b.copies.take(k, time.Now())
+	s, _ := b.copies.Take(k, time.Now())
+	return s
 }
 
 // loadedNow gives a sentry a snapshot's memory.
@@ -75,7 +76,7 @@ func (b *Backend) waiting(ctx context.Context, k key, slot backend.Slot) (*sentr
 	if slot.Name != "" {
 		return b.hold(ctx, k, slot)
 	}
-	if s := b.booted.take(k, time.Now()); s != nil {
+	if s, ok := b.booted.Take(k, time.Now()); ok {
 		return s, nil
 	}
 	return b.lend(ctx, k, b.hold)

@@ -331,15 +331,16 @@ func TestRestoresTakeFromThePool(t *testing.T) {
 	ready := func(n int) []*sentry {
 		t.Helper()
 		deadline := time.Now().Add(time.Minute)
-		for w.b.booted.count(k) != n {
+		for {
+			have := w.b.booted.Ready(k)
+			if len(have) == n {
+				return have
+			}
 			if time.Now().After(deadline) {
-				t.Fatalf("%d sentries are booted; want %d", w.b.booted.count(k), n)
+				t.Fatalf("%d sentries are booted; want %d", len(have), n)
 			}
 			<-time.After(10 * time.Millisecond)
 		}
-		w.b.booted.mu.Lock()
-		defer w.b.booted.mu.Unlock()
-		return slices.Clone(w.b.booted.ready[k])
 	}
 	w.b.Prepare(w.config(nil))
 	waiting := ready(2)
