@@ -42,8 +42,20 @@ func specFromProto(p *opendsecv1.SandboxSpec) (sandbox.Spec, error) {
 		OnIdle:     onIdle,
 		AutoResume: p.GetAutoResume(),
 		Env:        p.GetEnv(), Workdir: p.GetWorkdir(), User: p.GetUser(), Hostname: p.GetHostname(),
-		Labels: p.GetLabels(), Metadata: p.GetMetadata(), NetworkRules: p.GetNetworkRules(),
+		Labels: p.GetLabels(), Metadata: p.GetMetadata(), NetworkRules: rulesFromProto(p.GetNetworkRules()),
 	}, nil
+}
+
+// rulesFromProto returns rules, nil when none are given and empty when they are
+// given and empty.
+func rulesFromProto(p *opendsecv1.NetworkRules) map[string]bool {
+	if p == nil {
+		return nil
+	}
+	if p.GetRules() == nil {
+		return map[string]bool{}
+	}
+	return p.GetRules()
 }
 
 var onIdleWords = map[opendsecv1.OnIdle]sandbox.OnIdle{
@@ -79,7 +91,7 @@ func specToProto(s sandbox.Spec) *opendsecv1.SandboxSpec {
 		TtlRunningStop: durationToProto(s.Deadlines.Idle), TtlLifetime: durationToProto(s.Deadlines.Lifetime),
 		OnIdle: opendsecv1.OnIdle_ON_IDLE_STOP, AutoResume: s.AutoResume,
 		Env: s.Env, Workdir: s.Workdir, User: s.User, Hostname: s.Hostname,
-		Labels: s.Labels, Metadata: s.Metadata, NetworkRules: s.NetworkRules,
+		Labels: s.Labels, Metadata: s.Metadata, NetworkRules: &opendsecv1.NetworkRules{Rules: s.NetworkRules},
 	}
 	if s.OnIdle == sandbox.PauseOnIdle {
 		p.OnIdle = opendsecv1.OnIdle_ON_IDLE_PAUSE

@@ -105,6 +105,9 @@ func (s *Server) imagesToProto(ctx context.Context, images []store.Image) ([]*op
 			Name: m.Name.String(), Digest: m.Digest, Kind: m.Kind, Size: m.Size, CreatedAt: timeToProto(m.CreatedAt),
 			Source: m.Source, Architecture: m.Architecture, Config: config,
 		}
+		if m.Network != nil && callerOf(ctx).sees(m.Network.Project) {
+			out[i].NetworkRules = &opendsecv1.NetworkRules{Rules: m.Network.Rules}
+		}
 		if m.Kind != kindMemory {
 			continue
 		}

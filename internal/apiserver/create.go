@@ -95,15 +95,17 @@ func (s *Server) admit(ctx context.Context, w wish) (*order, error) {
 	o := &order{caller: c.name, project: p, spec: w.spec, count: w.count, allOrNone: w.allOrNone}
 	o.key, err = idempotency(c.name, w.key, struct {
 		Spec      sandbox.Spec
+		Closed    bool `json:",omitempty"` // which Spec does not tell from rules that are not given
 		Count     int
 		AllOrNone bool
-	}{w.spec, w.count, w.allOrNone})
+	}{w.spec, w.spec.NetworkRules != nil && len(w.spec.NetworkRules) == 0, w.count, w.allOrNone})
 	if err != nil {
 		return nil, err
 	}
 	if o.from.image, err = s.resolve(ctx, p, w.spec.Image); err != nil {
 		return nil, err
 	}
+	o.spec.NetworkRules = rulesOfStart(w.spec.NetworkRules, p, o.from.image)
 	return o, settle(&o.spec, o.from.image)
 }
 

@@ -6,6 +6,7 @@ import (
 	"github.com/kernflux/opendsec/internal/fault"
 	"github.com/kernflux/opendsec/internal/netpolicy"
 	"github.com/kernflux/opendsec/internal/sandbox"
+	"github.com/kernflux/opendsec/internal/store"
 )
 
 // checkRules reads the network rules of a wish.
@@ -16,6 +17,16 @@ func checkNetwork(field string, rules map[string]bool) error {
 		return fault.Invalid(field, "%w", err)
 	}
 	return nil
+}
+
+// rulesOfStart returns the network rules of a sandbox that starts from an image:
+// those that are given, or, in the project of the sandbox that the image was made
+// of, what that had. In other projects nobody has agreed to them.
+func rulesOfStart(given map[string]bool, p sandbox.Project, m store.Image) map[string]bool {
+	if given == nil && m.Network != nil && m.Network.Project == p {
+		return m.Network.Rules
+	}
+	return given
 }
 
 // warnings says what the caller of a sandbox should know.

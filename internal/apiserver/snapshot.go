@@ -44,6 +44,7 @@ func (s *Server) snapshot(ctx context.Context, id, name string, filesOnly bool) 
 		return store.Image{}, err
 	}
 	m.Name, m.CreatedAt = n, s.deps.Now().UTC()
+	m.Network = &store.ImageNetwork{Project: sb.Project, Rules: sb.Spec.NetworkRules}
 	if m.Source == "" {
 		m.Source = "sandbox " + string(sb.ID)
 	}

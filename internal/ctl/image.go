@@ -59,6 +59,7 @@ func (a *App) printImage(m *opendsecv1.Image) error {
 		{"architecture", m.GetArchitecture()}, {"source", m.GetSource()}, {"created", stamp(m.GetCreatedAt())},
 		{"user", cfg.GetUser()}, {"workdir", cfg.GetWorkdir()}, {"entrypoint", strings.Join(cfg.GetEntrypoint(), " ")},
 		{"command", strings.Join(cfg.GetCmd(), " ")}, {"environment", strings.Join(cfg.GetEnv(), "\n")},
+		{"network", networkRules(m.GetNetworkRules().GetRules())},
 	}
 	return a.fields(m, m.GetName(), append(fields, snapshotFields(m.GetSnapshot())...))
 }

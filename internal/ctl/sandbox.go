@@ -51,7 +51,7 @@ func (a *App) printSandbox(s *opendsecv1.Sandbox) error {
 		{"limits", limits(spec.GetCpuCoresLimit(), spec.GetMemoryLimitMb(), spec.GetDiskLimitMb(), spec.GetPidsLimit())},
 		{"idle", seconds(spec.GetTtlRunningStop(), word(spec.GetOnIdle(), "ON_IDLE_"))}, {"lifetime", seconds(spec.GetTtlLifetime(), "stop")}, {"wakes", wakes},
 		{"labels", pairs(spec.GetLabels())}, {"created", stamp(s.GetCreatedAt())}, {"started", stamp(s.GetStartedAt())}, {"paused", stamp(s.GetPausedAt())},
-		{"network", networkRules(spec.GetNetworkRules())}, {"warnings", strings.Join(s.GetWarnings(), "; ")},
+		{"network", networkRules(spec.GetNetworkRules().GetRules())}, {"warnings", strings.Join(s.GetWarnings(), "; ")},
 	})
 }
 
@@ -105,6 +105,7 @@ type runFlags struct {
 	onIdle                                    string
 	autoResume, remove                        bool
 	network                                   ruleFlags
+	closed                                    bool
 }
 
 func (f *runFlags) spec(image string) (*opendsecv1.SandboxSpec, error) {
@@ -116,7 +117,7 @@ func (f *runFlags) spec(image string) (*opendsecv1.SandboxSpec, error) {
 	if err != nil {
 		return nil, err
 	}
-	rules, err := f.network.rules()
+	rules, err := f.networkRules()
 	if err != nil {
 		return nil, err
 	}
@@ -178,11 +179,27 @@ exit code as one's own; --rm stops the sandbox afterwards.`,
 	fl.StringArrayVarP(&f.env, "env", "e", nil, "variable as NAME=VALUE (repeatable)")
 	fl.StringArrayVarP(&f.labels, "label", "l", nil, "label as NAME=VALUE (repeatable)")
 	f.network.register(c)
+	fl.BoolVar(&f.closed, "no-network", false, "open nothing; without it and without rules a snapshot opens what its sandbox could reach, in that one's project")
 	fl.StringVarP(&f.user, "user", "u", "", "user of its processes; the image's unless given")
 	fl.StringVarP(&f.workdir, "workdir", "w", "", "directory of its processes; the image's unless given")
 	fl.StringVar(&f.hostname, "hostname", "", "host name; the sandbox's id unless given")
 	fl.BoolVar(&f.remove, "rm", false, "stop the sandbox when the command has ended")
 	return c
+}
+
+// networkRules returns the rules that are given, nil for the image's.
+func (f *runFlags) networkRules() (*opendsecv1.NetworkRules, error) {
+	rules, err := f.network.rules()
+	if err != nil {
+		return nil, err
+	}
+	switch {
+	case f.closed && len(rules) > 0:
+		return nil, usage(errors.New("--no-network goes with neither --allow nor --deny"))
+	case !f.closed && len(rules) == 0:
+		return nil, nil
+	}
+	return &opendsecv1.NetworkRules{Rules: rules}, nil
 }
 
 // runIn runs a command in a new sandbox, if there is one, and stops the sandbox

@@ -60,7 +60,7 @@ func specFromProto(p *opendsecv1.SandboxSpec) (sandbox.Spec, error) {
 			CPU: p.GetCpuCoresLimit(), MemoryMB: p.GetMemoryLimitMb(), DiskMB: p.GetDiskLimitMb(), PIDs: p.GetPidsLimit(),
 		},
 		OnIdle: sandbox.StopOnIdle, AutoResume: p.GetAutoResume(), Env: p.GetEnv(), Workdir: p.GetWorkdir(), User: p.GetUser(),
-		Hostname: p.GetHostname(), Labels: p.GetLabels(), Metadata: p.GetMetadata(), NetworkRules: p.GetNetworkRules(),
+		Hostname: p.GetHostname(), Labels: p.GetLabels(), Metadata: p.GetMetadata(), NetworkRules: p.GetNetworkRules().GetRules(),
 	}
 	var err error
 	if spec.Image, err = sandbox.ParseImageName(p.GetImage()); err != nil {

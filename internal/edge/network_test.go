@@ -9,6 +9,7 @@ import (
 	"connectrpc.com/connect"
 
 	edgev1 "github.com/kernflux/opendsec/api/gen/edge/v1"
+	opendsecv1 "github.com/kernflux/opendsec/api/gen/opendsec/v1"
 	"github.com/kernflux/opendsec/internal/backend"
 	"github.com/kernflux/opendsec/internal/fault"
 	"github.com/kernflux/opendsec/internal/netgate"
@@ -40,9 +41,11 @@ func TestRulesThatCannotBeEnforced(t *testing.T) {
 	if warnings, unhealthy := n.health(); unhealthy != "" || !strings.Contains(strings.Join(warnings, "\n"), "cannot have network rules here: the kernel needs nf_tables") {
 		t.Errorf("the node's health: %q, %q", warnings, unhealthy)
 	}
-	id := n.make(t, func(r *edgev1.CreateSandboxRequest) { r.Spec.NetworkRules = map[string]bool{"*": false} })
+	id := n.make(t, func(r *edgev1.CreateSandboxRequest) {
+		r.Spec.NetworkRules = &opendsecv1.NetworkRules{Rules: map[string]bool{"*": false}}
+	})
 	req := request(id[:len(id)-1] + "z")
-	req.Spec.NetworkRules = map[string]bool{"example.com": true}
+	req.Spec.NetworkRules = &opendsecv1.NetworkRules{Rules: map[string]bool{"example.com": true}}
 	_, err := n.client.CreateSandbox(t.Context(), connect.NewRequest(req))
 	if told := fault.Of(fault.FromConnect(err)); told.Kind != fault.Unavailable || told.Field != "spec.network_rules" || !strings.Contains(told.Error(), "nf_tables") {
 		t.Errorf("create with rules: %v", err)
@@ -66,7 +69,9 @@ func TestRulesThatCannotBeEnforced(t *testing.T) {
 func TestNetworkOfPausedSandbox(t *testing.T) {
 	w := newWorld(t)
 	n := startNode(t, w, t.TempDir(), nil)
-	id := n.make(t, func(r *edgev1.CreateSandboxRequest) { r.Spec.NetworkRules = map[string]bool{"example.com": true} })
+	id := n.make(t, func(r *edgev1.CreateSandboxRequest) {
+		r.Spec.NetworkRules = &opendsecv1.NetworkRules{Rules: map[string]bool{"example.com": true}}
+	})
 	if _, err := n.pauseID(id); err != nil {
 		t.Fatal(err)
 	}

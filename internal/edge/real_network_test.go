@@ -18,6 +18,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	edgev1 "github.com/kernflux/opendsec/api/gen/edge/v1"
+	opendsecv1 "github.com/kernflux/opendsec/api/gen/opendsec/v1"
 	"github.com/kernflux/opendsec/internal/netgate/gatetest"
 	"github.com/kernflux/opendsec/internal/sandbox"
 )
@@ -47,7 +48,7 @@ func (n *realNode) networked(backend sandbox.Backend, rules map[string]bool) san
 	n.t.Helper()
 	n.backend = backend
 	req := n.request(sandbox.NewID())
-	req.Spec.NetworkRules = rules
+	req.Spec.NetworkRules = &opendsecv1.NetworkRules{Rules: rules}
 	if _, err := n.client.CreateSandbox(n.t.Context(), connect.NewRequest(req)); err != nil {
 		n.t.Fatal(err)
 	}
@@ -176,7 +177,7 @@ func TestRealNetwork(t *testing.T) {
 
 		if backend == sandbox.GVisor {
 			req := n.request(sandbox.NewID())
-			req.Spec.NetworkRules = gatetest.Rules()
+			req.Spec.NetworkRules = &opendsecv1.NetworkRules{Rules: gatetest.Rules()}
 			res, err := n.client.ForkSandbox(t.Context(), connect.NewRequest(&edgev1.ForkSandboxRequest{Id: string(id), Children: []*edgev1.CreateSandboxRequest{req}}))
 			if err != nil || res.Msg.GetResults()[0].GetError() != nil {
 				t.Fatalf("fork: %v, %v", res, err)

@@ -390,7 +390,7 @@ func (s service) UpdateNetwork(_ context.Context, req *connect.Request[edgev1.Up
 	defer s.e.mu.Unlock()
 	if asked := s.e.requests[sandbox.ID(req.Msg.GetId())]; asked != nil {
 		changed := proto.CloneOf(asked)
-		changed.Spec.NetworkRules = req.Msg.GetNetworkRules()
+		changed.Spec.NetworkRules = &opendsecv1.NetworkRules{Rules: req.Msg.GetNetworkRules()}
 		s.e.requests[sandbox.ID(req.Msg.GetId())] = changed
 	}
 	return connect.NewResponse(&edgev1.UpdateNetworkResponse{}), nil

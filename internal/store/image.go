@@ -3,6 +3,7 @@ package store
 import (
 	"context"
 	"database/sql"
+	"encoding/json"
 	"errors"
 	"fmt"
 	"strings"
@@ -22,16 +23,28 @@ type Image struct {
 	Source       string // where it came from, without credentials
 	Config       []byte // JSON, as its importer wrote it
 	Snapshot     []byte // JSON: where it was made of a sandbox, and what a start of one with memory needs; nil for a plain one
+	Network      *ImageNetwork
 	CreatedAt    time.Time
 }
 
-const imageColumns = `project, repo, tag, digest, kind, size, architecture, source, config, snapshot, created_at`
+// ImageNetwork is what the sandbox that an image was made of could reach then.
+// It is nil for a plain image.
+type ImageNetwork struct {
+	Project sandbox.Project `json:"project"` // that the sandbox was in
+	Rules   map[string]bool `json:"rules,omitempty"`
+}
+
+const imageColumns = `project, repo, tag, digest, kind, size, architecture, source, config, snapshot, network, created_at`
 
 func scanImage(row scanner) (Image, error) {
 	var m Image
+	var network []byte
 	var created int64
 	err := row.Scan(&m.Name.Project, &m.Name.Repo, &m.Name.Tag, &m.Digest, &m.Kind, &m.Size, &m.Architecture, &m.Source,
-		&m.Config, &m.Snapshot, &created)
+		&m.Config, &m.Snapshot, &network, &created)
+	if err == nil && len(network) > 0 {
+		err = json.Unmarshal(network, &m.Network)
+	}
 	if len(m.Snapshot) == 0 {
 		m.Snapshot = nil
 	}
@@ -43,6 +56,12 @@ func scanImage(row scanner) (Image, error) {
 // if need be; NotFound when the project does not exist. It returns the image
 // that had the name before, nil for none.
 func (db *DB) PutImage(ctx context.Context, m Image) (before *Image, err error) {
+	var network []byte
+	if m.Network != nil {
+		if network, err = json.Marshal(m.Network); err != nil {
+			return nil, fmt.Errorf("record image %s: %w", m.Name, err)
+		}
+	}
 	err = db.inTx(ctx, nil, func(tx *sql.Tx) error {
 		before = nil
 		old, err := getImage(ctx, tx, m.Name)
@@ -53,12 +72,12 @@ func (db *DB) PutImage(ctx context.Context, m Image) (before *Image, err error) 
 			return err
 		}
 		_, err = tx.ExecContext(ctx, `INSERT INTO images (`+imageColumns+`)
-			VALUES ($1, $2, $3, $4, $5, $6, $7, $8, $9, $10, $11)
+			VALUES ($1, $2, $3, $4, $5, $6, $7, $8, $9, $10, $11, $12)
 			ON CONFLICT (project, repo, tag) DO UPDATE SET digest = excluded.digest, kind = excluded.kind,
 			size = excluded.size, architecture = excluded.architecture, source = excluded.source,
-			config = excluded.config, snapshot = excluded.snapshot, created_at = excluded.created_at`,
+			config = excluded.config, snapshot = excluded.snapshot, network = excluded.network, created_at = excluded.created_at`,
 			m.Name.Project, m.Name.Repo, m.Name.Tag, m.Digest, m.Kind, m.Size, m.Architecture, m.Source,
-			string(m.Config), string(m.Snapshot), toDB(m.CreatedAt))
+			string(m.Config), string(m.Snapshot), string(network), toDB(m.CreatedAt))
 		if isDangling(err) {
 			return noProject(m.Name.Project)
 		}

@@ -108,7 +108,7 @@ func checkMigrated(t *testing.T, db *store.DB) {
 		t.Errorf("an old ended sandbox: %+v, %v", ended, err)
 	}
 	images, err := db.ListImages(t.Context())
-	if err != nil || len(images) != 1 || images[0].Snapshot != nil || images[0].Digest != "sha256:aa" {
+	if err != nil || len(images) != 1 || images[0].Snapshot != nil || images[0].Network != nil || images[0].Digest != "sha256:aa" {
 		t.Errorf("old images: %+v, %v", images, err)
 	}
 	sb := storetest.Sandbox("root")

@@ -41,6 +41,7 @@ func testImages(t *testing.T, db *store.DB) {
 	}
 	py, demo := image("root", "py", "latest", "sha256:aa"), image("root/demo", "app", "1", "sha256:bb")
 	demo.Kind, demo.Snapshot = "memory", []byte(`{"backend":"gvisor"}`)
+	demo.Network = &store.ImageNetwork{Project: "root/demo", Rules: map[string]bool{"pypi": true, "*": false}}
 	for _, m := range []store.Image{py, demo, image("root/other", "app", "1", "sha256:aa")} {
 		if before, err := db.PutImage(ctx, m); err != nil || before != nil {
 			t.Fatalf("a new name had %v, %v", before, err)
@@ -70,6 +71,7 @@ func testImages(t *testing.T, db *store.DB) {
 
 	moved := py
 	moved.Digest, moved.Kind, moved.Snapshot = "sha256:cc", "memory", []byte(`{"runtime":"1"}`)
+	moved.Network = &store.ImageNetwork{Project: "root/demo"}
 	before, err := db.PutImage(ctx, moved)
 	if err != nil {
 		t.Fatal(err)

@@ -26,7 +26,7 @@ from hypercorn.config import Config
 from protobuf import Oneof
 from protobuf.wkt import Duration, Timestamp
 
-from opendsec._gen.opendsec.v1 import image_connect, image_pb, sandbox_connect, sandbox_pb
+from opendsec._gen.opendsec.v1 import image_connect, image_pb, network_pb, sandbox_connect, sandbox_pb
 
 TOKEN = "ods_test_secret"
 PROJECT = "root/demo"
@@ -337,13 +337,14 @@ class Server(sandbox_connect.SandboxService, image_connect.ImageService):
         assert record.spec is not None
         if "wrong" in request.network_rules:
             raise fault("invalid_argument", "wrong is no rule", field="network_rules")
-        record.spec.network_rules = dict(request.network_rules)
+        record.spec.network_rules = network_pb.NetworkRules(rules=dict(request.network_rules))
         return sandbox_pb.UpdateNetworkResponse(sandbox=record)
 
     async def explain_network(self, request: Any, ctx: Context) -> sandbox_pb.ExplainNetworkResponse:
         spec = self.sandbox(request.id).record.spec
         assert spec is not None
-        rule = request.target if request.target in spec.network_rules else ""
+        rules = spec.network_rules.rules if spec.network_rules is not None else {}
+        rule = request.target if request.target in rules else ""
         return sandbox_pb.ExplainNetworkResponse(
             decision=sandbox_pb.NetworkDecision(allow=bool(rule), rule=rule, why="because")
         )

@@ -113,7 +113,8 @@ def test_all_run_arguments_are_sent(server: Server, use: Any) -> None:
         assert spec.ttl_lifetime is not None
         assert (spec.ttl_running_stop.to_seconds(), spec.ttl_lifetime.to_seconds()) == (600, 0.25)
         assert (spec.env, spec.labels, spec.metadata) == ({"A": "b"}, {"task": "t"}, {"m": "n"})
-        assert spec.network_rules == {"pypi": True}
+        assert spec.network_rules is not None
+        assert spec.network_rules.rules == {"pypi": True} == sb.network_rules
         assert spec.auto_resume
         assert (sb.labels, sb.metadata) == ({"task": "t"}, {"m": "n"})
 
@@ -211,7 +212,8 @@ def test_network(server: Server, use: Any) -> None:
         await sb.update_network({"example.com": True, "*:25": False})
         spec = server.sandboxes[sb.id].record.spec
         assert spec is not None
-        assert dict(spec.network_rules) == {"example.com": True, "*:25": False}
+        assert spec.network_rules is not None
+        assert spec.network_rules.rules == {"example.com": True, "*:25": False} == sb.network_rules
         allowed, denied = await sb.explain_network("example.com"), await sb.explain_network("example.org")
         assert (bool(allowed), allowed.rule, allowed.why) == (True, "example.com", "because")
         assert (bool(denied), denied.rule) == (False, None)

@@ -43,7 +43,11 @@ type Image struct {
 	// What its configuration says.
 	Config *ImageConfig `protobuf:"bytes,8,opt,name=config,proto3" json:"config,omitempty"`
 	// What a start of it needs; only for a snapshot with memory.
-	Snapshot      *SnapshotInfo `protobuf:"bytes,9,opt,name=snapshot,proto3" json:"snapshot,omitempty"`
+	Snapshot *SnapshotInfo `protobuf:"bytes,9,opt,name=snapshot,proto3" json:"snapshot,omitempty"`
+	// What the sandbox that it was made of could reach then, as a start has it in
+	// that sandbox's project if it gives no rules. Absent for a plain image, and
+	// for callers who do not see that project.
+	NetworkRules  *NetworkRules `protobuf:"bytes,10,opt,name=network_rules,json=networkRules,proto3" json:"network_rules,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -137,6 +141,13 @@ func (x *Image) GetConfig() *ImageConfig {
 func (x *Image) GetSnapshot() *SnapshotInfo {
 	if x != nil {
 		return x.Snapshot
+	}
+	return nil
+}
+
+func (x *Image) GetNetworkRules() *NetworkRules {
+	if x != nil {
+		return x.NetworkRules
 	}
 	return nil
 }
@@ -1035,7 +1046,7 @@ var File_opendsec_v1_image_proto protoreflect.FileDescriptor
 
 const file_opendsec_v1_image_proto_rawDesc = "" +
 	"\n" +
-	"\x17opendsec/v1/image.proto\x12\vopendsec.v1\x1a\x1fgoogle/protobuf/timestamp.proto\"\xbb\x02\n" +
+	"\x17opendsec/v1/image.proto\x12\vopendsec.v1\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x19opendsec/v1/network.proto\"\xfb\x02\n" +
 	"\x05Image\x12\x12\n" +
 	"\x04name\x18\x01 \x01(\tR\x04name\x12\x16\n" +
 	"\x06digest\x18\x02 \x01(\tR\x06digest\x12\x12\n" +
@@ -1046,7 +1057,9 @@ const file_opendsec_v1_image_proto_rawDesc = "" +
 	"\x06source\x18\x06 \x01(\tR\x06source\x12\"\n" +
 	"\farchitecture\x18\a \x01(\tR\farchitecture\x120\n" +
 	"\x06config\x18\b \x01(\v2\x18.opendsec.v1.ImageConfigR\x06config\x125\n" +
-	"\bsnapshot\x18\t \x01(\v2\x19.opendsec.v1.SnapshotInfoR\bsnapshot\"\xe4\x02\n" +
+	"\bsnapshot\x18\t \x01(\v2\x19.opendsec.v1.SnapshotInfoR\bsnapshot\x12>\n" +
+	"\rnetwork_rules\x18\n" +
+	" \x01(\v2\x19.opendsec.v1.NetworkRulesR\fnetworkRules\"\xe4\x02\n" +
 	"\fSnapshotInfo\x12\x18\n" +
 	"\abackend\x18\x01 \x01(\tR\abackend\x12&\n" +
 	"\x0evirtualization\x18\x02 \x01(\tR\x0evirtualization\x12\x18\n" +
@@ -1149,34 +1162,36 @@ var file_opendsec_v1_image_proto_goTypes = []any{
 	(*DeleteImageResponse)(nil),   // 14: opendsec.v1.DeleteImageResponse
 	nil,                           // 15: opendsec.v1.ImageConfig.LabelsEntry
 	(*timestamppb.Timestamp)(nil), // 16: google.protobuf.Timestamp
+	(*NetworkRules)(nil),          // 17: opendsec.v1.NetworkRules
 }
 var file_opendsec_v1_image_proto_depIdxs = []int32{
 	16, // 0: opendsec.v1.Image.created_at:type_name -> google.protobuf.Timestamp
 	2,  // 1: opendsec.v1.Image.config:type_name -> opendsec.v1.ImageConfig
 	1,  // 2: opendsec.v1.Image.snapshot:type_name -> opendsec.v1.SnapshotInfo
-	15, // 3: opendsec.v1.ImageConfig.labels:type_name -> opendsec.v1.ImageConfig.LabelsEntry
-	4,  // 4: opendsec.v1.ImportImageRequest.auth:type_name -> opendsec.v1.RegistryAuth
-	0,  // 5: opendsec.v1.ImportImageResponse.image:type_name -> opendsec.v1.Image
-	0,  // 6: opendsec.v1.ListImagesResponse.images:type_name -> opendsec.v1.Image
-	0,  // 7: opendsec.v1.GetImageResponse.image:type_name -> opendsec.v1.Image
-	0,  // 8: opendsec.v1.TagImageResponse.image:type_name -> opendsec.v1.Image
-	3,  // 9: opendsec.v1.ImageService.ImportImage:input_type -> opendsec.v1.ImportImageRequest
-	5,  // 10: opendsec.v1.ImageService.BootstrapImage:input_type -> opendsec.v1.BootstrapImageRequest
-	7,  // 11: opendsec.v1.ImageService.ListImages:input_type -> opendsec.v1.ListImagesRequest
-	9,  // 12: opendsec.v1.ImageService.GetImage:input_type -> opendsec.v1.GetImageRequest
-	11, // 13: opendsec.v1.ImageService.TagImage:input_type -> opendsec.v1.TagImageRequest
-	13, // 14: opendsec.v1.ImageService.DeleteImage:input_type -> opendsec.v1.DeleteImageRequest
-	6,  // 15: opendsec.v1.ImageService.ImportImage:output_type -> opendsec.v1.ImportImageResponse
-	6,  // 16: opendsec.v1.ImageService.BootstrapImage:output_type -> opendsec.v1.ImportImageResponse
-	8,  // 17: opendsec.v1.ImageService.ListImages:output_type -> opendsec.v1.ListImagesResponse
-	10, // 18: opendsec.v1.ImageService.GetImage:output_type -> opendsec.v1.GetImageResponse
-	12, // 19: opendsec.v1.ImageService.TagImage:output_type -> opendsec.v1.TagImageResponse
-	14, // 20: opendsec.v1.ImageService.DeleteImage:output_type -> opendsec.v1.DeleteImageResponse
-	15, // [15:21] is the sub-list for method output_type
-	9,  // [9:15] is the sub-list for method input_type
-	9,  // [9:9] is the sub-list for extension type_name
-	9,  // [9:9] is the sub-list for extension extendee
-	0,  // [0:9] is the sub-list for field type_name
+	17, // 3: opendsec.v1.Image.network_rules:type_name -> opendsec.v1.NetworkRules
+	15, // 4: opendsec.v1.ImageConfig.labels:type_name -> opendsec.v1.ImageConfig.LabelsEntry
+	4,  // 5: opendsec.v1.ImportImageRequest.auth:type_name -> opendsec.v1.RegistryAuth
+	0,  // 6: opendsec.v1.ImportImageResponse.image:type_name -> opendsec.v1.Image
+	0,  // 7: opendsec.v1.ListImagesResponse.images:type_name -> opendsec.v1.Image
+	0,  // 8: opendsec.v1.GetImageResponse.image:type_name -> opendsec.v1.Image
+	0,  // 9: opendsec.v1.TagImageResponse.image:type_name -> opendsec.v1.Image
+	3,  // 10: opendsec.v1.ImageService.ImportImage:input_type -> opendsec.v1.ImportImageRequest
+	5,  // 11: opendsec.v1.ImageService.BootstrapImage:input_type -> opendsec.v1.BootstrapImageRequest
+	7,  // 12: opendsec.v1.ImageService.ListImages:input_type -> opendsec.v1.ListImagesRequest
+	9,  // 13: opendsec.v1.ImageService.GetImage:input_type -> opendsec.v1.GetImageRequest
+	11, // 14: opendsec.v1.ImageService.TagImage:input_type -> opendsec.v1.TagImageRequest
+	13, // 15: opendsec.v1.ImageService.DeleteImage:input_type -> opendsec.v1.DeleteImageRequest
+	6,  // 16: opendsec.v1.ImageService.ImportImage:output_type -> opendsec.v1.ImportImageResponse
+	6,  // 17: opendsec.v1.ImageService.BootstrapImage:output_type -> opendsec.v1.ImportImageResponse
+	8,  // 18: opendsec.v1.ImageService.ListImages:output_type -> opendsec.v1.ListImagesResponse
+	10, // 19: opendsec.v1.ImageService.GetImage:output_type -> opendsec.v1.GetImageResponse
+	12, // 20: opendsec.v1.ImageService.TagImage:output_type -> opendsec.v1.TagImageResponse
+	14, // 21: opendsec.v1.ImageService.DeleteImage:output_type -> opendsec.v1.DeleteImageResponse
+	16, // [16:22] is the sub-list for method output_type
+	10, // [10:16] is the sub-list for method input_type
+	10, // [10:10] is the sub-list for extension type_name
+	10, // [10:10] is the sub-list for extension extendee
+	0,  // [0:10] is the sub-list for field type_name
 }
 
 func init() { file_opendsec_v1_image_proto_init() }
@@ -1184,6 +1199,7 @@ func file_opendsec_v1_image_proto_init() {
 	if File_opendsec_v1_image_proto != nil {
 		return
 	}
+	file_opendsec_v1_network_proto_init()
 	type x struct{}
 	out := protoimpl.TypeBuilder{
 		File: protoimpl.DescBuilder{

@@ -257,12 +257,12 @@ type SandboxSpec struct {
 	Labels map[string]string `protobuf:"bytes,14,rep,name=labels,proto3" json:"labels,omitempty" protobuf_key:"bytes,1,opt,name=key" protobuf_val:"bytes,2,opt,name=value"`
 	// The caller's own data, kept and returned; up to 16 KiB in all.
 	Metadata map[string]string `protobuf:"bytes,15,rep,name=metadata,proto3" json:"metadata,omitempty" protobuf_key:"bytes,1,opt,name=key" protobuf_val:"bytes,2,opt,name=value"`
-	// What outbound traffic is allowed, by preset ("pypi"), domain, CIDR, each
-	// with an optional port ("github.com:443"), or "*"; false denies. Empty means
-	// that nothing is. docs/concepts/network.md has the rules of precedence.
-	NetworkRules map[string]bool `protobuf:"bytes,16,rep,name=network_rules,json=networkRules,proto3" json:"network_rules,omitempty" protobuf_key:"bytes,1,opt,name=key" protobuf_val:"varint,2,opt,name=value"`
 	// Whether a call to the sandbox wakes it when it is paused.
-	AutoResume    bool `protobuf:"varint,17,opt,name=auto_resume,json=autoResume,proto3" json:"auto_resume,omitempty"`
+	AutoResume bool `protobuf:"varint,17,opt,name=auto_resume,json=autoResume,proto3" json:"auto_resume,omitempty"`
+	// What outbound traffic is allowed; none without rules. Absent it is what the
+	// sandbox was allowed that the image was made of, in that one's project, and
+	// nothing for other images and in other projects.
+	NetworkRules  *NetworkRules `protobuf:"bytes,18,opt,name=network_rules,json=networkRules,proto3" json:"network_rules,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -402,18 +402,18 @@ func (x *SandboxSpec) GetMetadata() map[string]string {
 	return nil
 }
 
-func (x *SandboxSpec) GetNetworkRules() map[string]bool {
-	if x != nil {
-		return x.NetworkRules
-	}
-	return nil
-}
-
 func (x *SandboxSpec) GetAutoResume() bool {
 	if x != nil {
 		return x.AutoResume
 	}
 	return false
+}
+
+func (x *SandboxSpec) GetNetworkRules() *NetworkRules {
+	if x != nil {
+		return x.NetworkRules
+	}
+	return nil
 }
 
 // End says how and why a sandbox ended.
@@ -2112,7 +2112,7 @@ type UpdateNetworkRequest struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// The sandbox's id.
 	Id string `protobuf:"bytes,1,opt,name=id,proto3" json:"id,omitempty"`
-	// All of the new rules, as in SandboxSpec.
+	// All of the new rules, as in NetworkRules; none closes all.
 	NetworkRules  map[string]bool `protobuf:"bytes,2,rep,name=network_rules,json=networkRules,proto3" json:"network_rules,omitempty" protobuf_key:"bytes,1,opt,name=key" protobuf_val:"varint,2,opt,name=value"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -2997,7 +2997,7 @@ var File_opendsec_v1_sandbox_proto protoreflect.FileDescriptor
 
 const file_opendsec_v1_sandbox_proto_rawDesc = "" +
 	"\n" +
-	"\x19opendsec/v1/sandbox.proto\x12\vopendsec.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x17opendsec/v1/image.proto\"\xe5\a\n" +
+	"\x19opendsec/v1/sandbox.proto\x12\vopendsec.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x17opendsec/v1/image.proto\x1a\x19opendsec/v1/network.proto\"\x99\a\n" +
 	"\vSandboxSpec\x12\x14\n" +
 	"\x05image\x18\x01 \x01(\tR\x05image\x12\x18\n" +
 	"\abackend\x18\x02 \x01(\tR\abackend\x12&\n" +
@@ -3015,10 +3015,10 @@ const file_opendsec_v1_sandbox_proto_rawDesc = "" +
 	"\x04user\x18\f \x01(\tR\x04user\x12\x1a\n" +
 	"\bhostname\x18\r \x01(\tR\bhostname\x12<\n" +
 	"\x06labels\x18\x0e \x03(\v2$.opendsec.v1.SandboxSpec.LabelsEntryR\x06labels\x12B\n" +
-	"\bmetadata\x18\x0f \x03(\v2&.opendsec.v1.SandboxSpec.MetadataEntryR\bmetadata\x12O\n" +
-	"\rnetwork_rules\x18\x10 \x03(\v2*.opendsec.v1.SandboxSpec.NetworkRulesEntryR\fnetworkRules\x12\x1f\n" +
+	"\bmetadata\x18\x0f \x03(\v2&.opendsec.v1.SandboxSpec.MetadataEntryR\bmetadata\x12\x1f\n" +
 	"\vauto_resume\x18\x11 \x01(\bR\n" +
-	"autoResume\x1a6\n" +
+	"autoResume\x12>\n" +
+	"\rnetwork_rules\x18\x12 \x01(\v2\x19.opendsec.v1.NetworkRulesR\fnetworkRules\x1a6\n" +
 	"\bEnvEntry\x12\x10\n" +
 	"\x03key\x18\x01 \x01(\tR\x03key\x12\x14\n" +
 	"\x05value\x18\x02 \x01(\tR\x05value:\x028\x01\x1a9\n" +
@@ -3027,10 +3027,7 @@ const file_opendsec_v1_sandbox_proto_rawDesc = "" +
 	"\x05value\x18\x02 \x01(\tR\x05value:\x028\x01\x1a;\n" +
 	"\rMetadataEntry\x12\x10\n" +
 	"\x03key\x18\x01 \x01(\tR\x03key\x12\x14\n" +
-	"\x05value\x18\x02 \x01(\tR\x05value:\x028\x01\x1a?\n" +
-	"\x11NetworkRulesEntry\x12\x10\n" +
-	"\x03key\x18\x01 \x01(\tR\x03key\x12\x14\n" +
-	"\x05value\x18\x02 \x01(\bR\x05value:\x028\x01\"\x92\x01\n" +
+	"\x05value\x18\x02 \x01(\tR\x05value:\x028\x01J\x04\b\x10\x10\x11\"\x92\x01\n" +
 	"\x03End\x12\x16\n" +
 	"\x06reason\x18\x01 \x01(\tR\x06reason\x12+\n" +
 	"\x06domain\x18\x02 \x01(\x0e2\x13.opendsec.v1.DomainR\x06domain\x12\x16\n" +
@@ -3258,7 +3255,7 @@ func file_opendsec_v1_sandbox_proto_rawDescGZIP() []byte {
 }
 
 var file_opendsec_v1_sandbox_proto_enumTypes = make([]protoimpl.EnumInfo, 3)
-var file_opendsec_v1_sandbox_proto_msgTypes = make([]protoimpl.MessageInfo, 48)
+var file_opendsec_v1_sandbox_proto_msgTypes = make([]protoimpl.MessageInfo, 47)
 var file_opendsec_v1_sandbox_proto_goTypes = []any{
 	(State)(0),                      // 0: opendsec.v1.State
 	(Domain)(0),                     // 1: opendsec.v1.Domain
@@ -3308,21 +3305,21 @@ var file_opendsec_v1_sandbox_proto_goTypes = []any{
 	nil,                             // 45: opendsec.v1.SandboxSpec.EnvEntry
 	nil,                             // 46: opendsec.v1.SandboxSpec.LabelsEntry
 	nil,                             // 47: opendsec.v1.SandboxSpec.MetadataEntry
-	nil,                             // 48: opendsec.v1.SandboxSpec.NetworkRulesEntry
-	nil,                             // 49: opendsec.v1.ListSandboxesRequest.LabelsEntry
-	nil,                             // 50: opendsec.v1.UpdateNetworkRequest.NetworkRulesEntry
-	(*durationpb.Duration)(nil),     // 51: google.protobuf.Duration
+	nil,                             // 48: opendsec.v1.ListSandboxesRequest.LabelsEntry
+	nil,                             // 49: opendsec.v1.UpdateNetworkRequest.NetworkRulesEntry
+	(*durationpb.Duration)(nil),     // 50: google.protobuf.Duration
+	(*NetworkRules)(nil),            // 51: opendsec.v1.NetworkRules
 	(*timestamppb.Timestamp)(nil),   // 52: google.protobuf.Timestamp
 	(*Image)(nil),                   // 53: opendsec.v1.Image
 }
 var file_opendsec_v1_sandbox_proto_depIdxs = []int32{
-	51, // 0: opendsec.v1.SandboxSpec.ttl_running_stop:type_name -> google.protobuf.Duration
-	51, // 1: opendsec.v1.SandboxSpec.ttl_lifetime:type_name -> google.protobuf.Duration
+	50, // 0: opendsec.v1.SandboxSpec.ttl_running_stop:type_name -> google.protobuf.Duration
+	50, // 1: opendsec.v1.SandboxSpec.ttl_lifetime:type_name -> google.protobuf.Duration
 	2,  // 2: opendsec.v1.SandboxSpec.on_idle:type_name -> opendsec.v1.OnIdle
 	45, // 3: opendsec.v1.SandboxSpec.env:type_name -> opendsec.v1.SandboxSpec.EnvEntry
 	46, // 4: opendsec.v1.SandboxSpec.labels:type_name -> opendsec.v1.SandboxSpec.LabelsEntry
 	47, // 5: opendsec.v1.SandboxSpec.metadata:type_name -> opendsec.v1.SandboxSpec.MetadataEntry
-	48, // 6: opendsec.v1.SandboxSpec.network_rules:type_name -> opendsec.v1.SandboxSpec.NetworkRulesEntry
+	51, // 6: opendsec.v1.SandboxSpec.network_rules:type_name -> opendsec.v1.NetworkRules
 	1,  // 7: opendsec.v1.End.domain:type_name -> opendsec.v1.Domain
 	52, // 8: opendsec.v1.End.time:type_name -> google.protobuf.Timestamp
 	3,  // 9: opendsec.v1.Sandbox.spec:type_name -> opendsec.v1.SandboxSpec
@@ -3339,11 +3336,11 @@ var file_opendsec_v1_sandbox_proto_depIdxs = []int32{
 	44, // 20: opendsec.v1.CreateResult.error:type_name -> opendsec.v1.ErrorInfo
 	5,  // 21: opendsec.v1.GetSandboxResponse.sandbox:type_name -> opendsec.v1.Sandbox
 	0,  // 22: opendsec.v1.ListSandboxesRequest.states:type_name -> opendsec.v1.State
-	49, // 23: opendsec.v1.ListSandboxesRequest.labels:type_name -> opendsec.v1.ListSandboxesRequest.LabelsEntry
+	48, // 23: opendsec.v1.ListSandboxesRequest.labels:type_name -> opendsec.v1.ListSandboxesRequest.LabelsEntry
 	5,  // 24: opendsec.v1.ListSandboxesResponse.sandboxes:type_name -> opendsec.v1.Sandbox
 	5,  // 25: opendsec.v1.StopSandboxResponse.sandbox:type_name -> opendsec.v1.Sandbox
-	51, // 26: opendsec.v1.SetTTLRequest.ttl_running_stop:type_name -> google.protobuf.Duration
-	51, // 27: opendsec.v1.SetTTLRequest.ttl_lifetime:type_name -> google.protobuf.Duration
+	50, // 26: opendsec.v1.SetTTLRequest.ttl_running_stop:type_name -> google.protobuf.Duration
+	50, // 27: opendsec.v1.SetTTLRequest.ttl_lifetime:type_name -> google.protobuf.Duration
 	5,  // 28: opendsec.v1.SetTTLResponse.sandbox:type_name -> opendsec.v1.Sandbox
 	43, // 29: opendsec.v1.GetMetricsResponse.metrics:type_name -> opendsec.v1.Metrics
 	5,  // 30: opendsec.v1.PauseSandboxResponse.sandbox:type_name -> opendsec.v1.Sandbox
@@ -3351,15 +3348,15 @@ var file_opendsec_v1_sandbox_proto_depIdxs = []int32{
 	10, // 32: opendsec.v1.ForkSandboxResponse.results:type_name -> opendsec.v1.CreateResult
 	53, // 33: opendsec.v1.CreateSnapshotResponse.image:type_name -> opendsec.v1.Image
 	53, // 34: opendsec.v1.PackDiffResponse.image:type_name -> opendsec.v1.Image
-	50, // 35: opendsec.v1.UpdateNetworkRequest.network_rules:type_name -> opendsec.v1.UpdateNetworkRequest.NetworkRulesEntry
+	49, // 35: opendsec.v1.UpdateNetworkRequest.network_rules:type_name -> opendsec.v1.UpdateNetworkRequest.NetworkRulesEntry
 	5,  // 36: opendsec.v1.UpdateNetworkResponse.sandbox:type_name -> opendsec.v1.Sandbox
 	37, // 37: opendsec.v1.ExplainNetworkResponse.decision:type_name -> opendsec.v1.NetworkDecision
 	40, // 38: opendsec.v1.ListDeniedResponse.denials:type_name -> opendsec.v1.Denial
 	52, // 39: opendsec.v1.Denial.time:type_name -> google.protobuf.Timestamp
-	51, // 40: opendsec.v1.GetURLRequest.ttl:type_name -> google.protobuf.Duration
+	50, // 40: opendsec.v1.GetURLRequest.ttl:type_name -> google.protobuf.Duration
 	52, // 41: opendsec.v1.GetURLResponse.expires_at:type_name -> google.protobuf.Timestamp
 	52, // 42: opendsec.v1.Metrics.time:type_name -> google.protobuf.Timestamp
-	51, // 43: opendsec.v1.Metrics.cpu_time:type_name -> google.protobuf.Duration
+	50, // 43: opendsec.v1.Metrics.cpu_time:type_name -> google.protobuf.Duration
 	1,  // 44: opendsec.v1.ErrorInfo.domain:type_name -> opendsec.v1.Domain
 	0,  // 45: opendsec.v1.ErrorInfo.state:type_name -> opendsec.v1.State
 	4,  // 46: opendsec.v1.ErrorInfo.end:type_name -> opendsec.v1.End
@@ -3410,6 +3407,7 @@ func file_opendsec_v1_sandbox_proto_init() {
 		return
 	}
 	file_opendsec_v1_image_proto_init()
+	file_opendsec_v1_network_proto_init()
 	file_opendsec_v1_sandbox_proto_msgTypes[7].OneofWrappers = []any{
 		(*CreateResult_Sandbox)(nil),
 		(*CreateResult_Error)(nil),
@@ -3421,7 +3419,7 @@ func file_opendsec_v1_sandbox_proto_init() {
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_opendsec_v1_sandbox_proto_rawDesc), len(file_opendsec_v1_sandbox_proto_rawDesc)),
 			NumEnums:      3,
-			NumMessages:   48,
+			NumMessages:   47,
 			NumExtensions: 0,
 			NumServices:   1,
 		},

@@ -56,7 +56,9 @@ class DSecRunArgs:
         ttl_lifetime: seconds from creation after which it is stopped in any case; None for never.
             Time in which it is paused does not count.
         network_rules: outbound traffic that is allowed, by preset (``pypi``), domain, CIDR, each with
-            an optional port (``github.com:443``), or ``*``; False denies. None: nothing is.
+            an optional port (``github.com:443``), or ``*``; False denies. Empty: nothing is. None:
+            nothing either, but for an image that was made of a sandbox of this project what that
+            sandbox could reach then.
         env: variables of every process, over those of the image.
         workdir: directory of commands that name none; None for the image's.
         user: user of commands that name none; None for the image's.

@@ -266,6 +266,9 @@ class Image:
         architecture: such as ``amd64``.
         labels: those of its configuration.
         snapshot: what a start of it needs; None unless ``kind`` is ``memory``.
+        network_rules: what the sandbox that it was made of could reach then; a start in that one's
+            project has it unless it gives rules. None for a plain image, and for who does not see
+            the project.
     """
 
     name: str
@@ -277,6 +280,7 @@ class Image:
     architecture: str = ""
     labels: Mapping[str, str] = field(default_factory=dict, repr=False)
     snapshot: SnapshotInfo | None = field(default=None, repr=False)
+    network_rules: Mapping[str, bool] | None = field(default=None, repr=False)
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from protobuf.wkt import Duration, Timestamp
 from . import errors
 from ._args import DSecRunArgs
 from ._gen.filesystem import filesystem_pb
-from ._gen.opendsec.v1 import image_pb, sandbox_pb
+from ._gen.opendsec.v1 import image_pb, network_pb, sandbox_pb
 from ._values import (
     Decision,
     Denial,
@@ -118,9 +118,14 @@ def spec(args: DSecRunArgs) -> sandbox_pb.SandboxSpec:
         hostname=args.hostname or "",
         labels=dict(args.labels or {}),
         metadata=dict(args.metadata or {}),
-        network_rules=dict(args.network_rules or {}),
+        network_rules=rules(args.network_rules),
         auto_resume=args.auto_resume,
     )
+
+
+def rules(value: Mapping[str, bool] | None) -> network_pb.NetworkRules | None:
+    """Return network rules as a message; None stays absent."""
+    return None if value is None else network_pb.NetworkRules(rules=dict(value))
 
 
 def duration(value: float | None) -> Duration | None:
@@ -176,6 +181,7 @@ def image(value: image_pb.Image) -> Image:
         architecture=value.architecture,
         labels=dict(value.config.labels) if value.config is not None else {},
         snapshot=snapshot_info(value.snapshot),
+        network_rules=dict(value.network_rules.rules) if value.network_rules is not None else None,
     )
 
 

@@ -55,6 +55,7 @@ class Sandbox(Shells, Files, Ports):
         labels, metadata: the caller's.
         node: the machine it is on.
         end: how it ended; None while it lives.
+        network_rules: what it may reach, as in :class:`DSecRunArgs`.
         warnings: what its caller should know, such as a network rule that is not in force.
         parent: id of the sandbox that it was forked from; None for none.
         paused_at: when it was paused, in UTC; None while it is not.
@@ -72,6 +73,7 @@ class Sandbox(Shells, Files, Ports):
     metadata: dict[str, str]
     node: str
     end: End | None
+    network_rules: dict[str, bool]
     warnings: tuple[str, ...]
     parent: str | None
     paused_at: datetime | None
@@ -96,6 +98,7 @@ class Sandbox(Shells, Files, Ports):
         self.metadata = dict(spec.metadata)
         self.node = record.node
         self.end = _wire.end(record.end)
+        self.network_rules = dict(spec.network_rules.rules) if spec.network_rules is not None else {}
         self.warnings = tuple(record.warnings)
         self.parent = record.parent or None
         self.paused_at = _wire.moment(record.paused_at)

@@ -12,12 +12,16 @@ from protobuf import Message
 from protobuf._codegen import file_desc
 from protobuf.wkt.google.protobuf import timestamp_pb
 
+from . import network_pb
+
 if TYPE_CHECKING:
     from protobuf import DescFile
     from protobuf.wkt.google.protobuf.timestamp_pb import Timestamp
 
+    from .network_pb import NetworkRules
 
-_ImageFields: TypeAlias = Literal["name", "digest", "kind", "size", "created_at", "source", "architecture", "config", "snapshot"]
+
+_ImageFields: TypeAlias = Literal["name", "digest", "kind", "size", "created_at", "source", "architecture", "config", "snapshot", "network_rules"]
 
 class Image(Message[_ImageFields]):
     """
@@ -83,9 +87,17 @@ class Image(Message[_ImageFields]):
             ```proto
             optional opendsec.v1.SnapshotInfo snapshot = 9;
             ```
+        network_rules:
+            What the sandbox that it was made of could reach then, as a start has it in
+            that sandbox's project if it gives no rules. Absent for a plain image, and
+            for callers who do not see that project.
+
+            ```proto
+            optional opendsec.v1.NetworkRules network_rules = 10;
+            ```
     """
 
-    __slots__ = ("name", "digest", "kind", "size", "created_at", "source", "architecture", "config", "snapshot")
+    __slots__ = ("name", "digest", "kind", "size", "created_at", "source", "architecture", "config", "snapshot", "network_rules")
 
     if TYPE_CHECKING:
 
@@ -101,6 +113,7 @@ class Image(Message[_ImageFields]):
             architecture: str = "",
             config: ImageConfig | None = None,
             snapshot: SnapshotInfo | None = None,
+            network_rules: NetworkRules | None = None,
         ) -> None:
             pass
 
@@ -113,6 +126,7 @@ class Image(Message[_ImageFields]):
         architecture: str
         config: ImageConfig | None
         snapshot: SnapshotInfo | None
+        network_rules: NetworkRules | None
 
 _SnapshotInfoFields: TypeAlias = Literal["backend", "virtualization", "runtime", "kernel", "cpu_features", "agent", "cpu_cores_limit", "memory_limit_mb", "disk_limit_mb", "pids_limit", "nodes"]
 
@@ -779,9 +793,10 @@ class DeleteImageResponse(Message[_DeleteImageResponseFields]):
 
 
 _DESC = file_desc(
-    b'\n\x17opendsec/v1/image.proto\x12\x0bopendsec.v1\x1a\x1fgoogle/protobuf/timestamp.proto"\xbb\x02\n\x05Image\x12\x12\n\x04name\x18\x01 \x01(\tR\x04name\x12\x16\n\x06digest\x18\x02 \x01(\tR\x06digest\x12\x12\n\x04kind\x18\x03 \x01(\tR\x04kind\x12\x12\n\x04size\x18\x04 \x01(\x03R\x04size\x129\n\ncreated_at\x18\x05 \x01(\x0b2\x1a.google.protobuf.TimestampR\tcreatedAt\x12\x16\n\x06source\x18\x06 \x01(\tR\x06source\x12"\n\x0carchitecture\x18\x07 \x01(\tR\x0carchitecture\x120\n\x06config\x18\x08 \x01(\x0b2\x18.opendsec.v1.ImageConfigR\x06config\x125\n\x08snapshot\x18\t \x01(\x0b2\x19.opendsec.v1.SnapshotInfoR\x08snapshot"\xe4\x02\n\x0cSnapshotInfo\x12\x18\n\x07backend\x18\x01 \x01(\tR\x07backend\x12&\n\x0evirtualization\x18\x02 \x01(\tR\x0evirtualization\x12\x18\n\x07runtime\x18\x03 \x01(\tR\x07runtime\x12\x16\n\x06kernel\x18\x04 \x01(\tR\x06kernel\x12!\n\x0ccpu_features\x18\x05 \x03(\tR\x0bcpuFeatures\x12\x14\n\x05agent\x18\x06 \x01(\tR\x05agent\x12&\n\x0fcpu_cores_limit\x18\x07 \x01(\x01R\rcpuCoresLimit\x12&\n\x0fmemory_limit_mb\x18\x08 \x01(\x03R\rmemoryLimitMb\x12"\n\rdisk_limit_mb\x18\t \x01(\x03R\x0bdiskLimitMb\x12\x1d\n\npids_limit\x18\n \x01(\x03R\tpidsLimit\x12\x14\n\x05nodes\x18\x0b \x03(\tR\x05nodes"\xf8\x01\n\x0bImageConfig\x12\x10\n\x03env\x18\x01 \x03(\tR\x03env\x12\x12\n\x04user\x18\x02 \x01(\tR\x04user\x12\x18\n\x07workdir\x18\x03 \x01(\tR\x07workdir\x12\x1e\n\nentrypoint\x18\x04 \x03(\tR\nentrypoint\x12\x10\n\x03cmd\x18\x05 \x03(\tR\x03cmd\x12<\n\x06labels\x18\x06 \x03(\x0b2$.opendsec.v1.ImageConfig.LabelsEntryR\x06labels\x1a9\n\x0bLabelsEntry\x12\x10\n\x03key\x18\x01 \x01(\tR\x03key\x12\x14\n\x05value\x18\x02 \x01(\tR\x05value:\x028\x01"\xc6\x01\n\x12ImportImageRequest\x12\x16\n\x06source\x18\x01 \x01(\tR\x06source\x12\x12\n\x04name\x18\x02 \x01(\tR\x04name\x12-\n\x04auth\x18\x03 \x01(\x0b2\x19.opendsec.v1.RegistryAuthR\x04auth\x12\x15\n\x06ca_pem\x18\x04 \x01(\x0cR\x05caPem\x12\x1a\n\x08insecure\x18\x05 \x01(\x08R\x08insecure\x12"\n\x0carchitecture\x18\x06 \x01(\tR\x0carchitecture"F\n\x0cRegistryAuth\x12\x1a\n\x08username\x18\x01 \x01(\tR\x08username\x12\x1a\n\x08password\x18\x02 \x01(\tR\x08password"k\n\x15BootstrapImageRequest\x12"\n\x0cdistribution\x18\x01 \x01(\tR\x0cdistribution\x12\x12\n\x04name\x18\x02 \x01(\tR\x04name\x12\x1a\n\x08packages\x18\x03 \x03(\tR\x08packages"\x95\x01\n\x13ImportImageResponse\x12\x12\n\x04step\x18\x01 \x01(\tR\x04step\x12\x16\n\x06detail\x18\x02 \x01(\tR\x06detail\x12\x12\n\x04done\x18\x03 \x01(\x03R\x04done\x12\x14\n\x05total\x18\x04 \x01(\x03R\x05total\x12(\n\x05image\x18\x05 \x01(\x0b2\x12.opendsec.v1.ImageR\x05image"-\n\x11ListImagesRequest\x12\x18\n\x07project\x18\x01 \x01(\tR\x07project"@\n\x12ListImagesResponse\x12*\n\x06images\x18\x01 \x03(\x0b2\x12.opendsec.v1.ImageR\x06images"%\n\x0fGetImageRequest\x12\x12\n\x04name\x18\x01 \x01(\tR\x04name"<\n\x10GetImageResponse\x12(\n\x05image\x18\x01 \x01(\x0b2\x12.opendsec.v1.ImageR\x05image"@\n\x0fTagImageRequest\x12\x12\n\x04name\x18\x01 \x01(\tR\x04name\x12\x19\n\x08new_name\x18\x02 \x01(\tR\x07newName"<\n\x10TagImageResponse\x12(\n\x05image\x18\x01 \x01(\x0b2\x12.opendsec.v1.ImageR\x05image"(\n\x12DeleteImageRequest\x12\x12\n\x04name\x18\x01 \x01(\tR\x04name"\x15\n\x13DeleteImageResponse2\xef\x03\n\x0cImageService\x12R\n\x0bImportImage\x12\x1f.opendsec.v1.ImportImageRequest\x1a .opendsec.v1.ImportImageResponse0\x01\x12X\n\x0eBootstrapImage\x12".opendsec.v1.BootstrapImageRequest\x1a .opendsec.v1.ImportImageResponse0\x01\x12M\n\nListImages\x12\x1e.opendsec.v1.ListImagesRequest\x1a\x1f.opendsec.v1.ListImagesResponse\x12G\n\x08GetImage\x12\x1c.opendsec.v1.GetImageRequest\x1a\x1d.opendsec.v1.GetImageResponse\x12G\n\x08TagImage\x12\x1c.opendsec.v1.TagImageRequest\x1a\x1d.opendsec.v1.TagImageResponse\x12P\n\x0bDeleteImage\x12\x1f.opendsec.v1.DeleteImageRequest\x1a .opendsec.v1.DeleteImageResponseB=Z;github.com/kernflux/opendsec/api/gen/opendsec/v1;opendsecv1b\x06proto3',
+    b'\n\x17opendsec/v1/image.proto\x12\x0bopendsec.v1\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x19opendsec/v1/network.proto"\xfb\x02\n\x05Image\x12\x12\n\x04name\x18\x01 \x01(\tR\x04name\x12\x16\n\x06digest\x18\x02 \x01(\tR\x06digest\x12\x12\n\x04kind\x18\x03 \x01(\tR\x04kind\x12\x12\n\x04size\x18\x04 \x01(\x03R\x04size\x129\n\ncreated_at\x18\x05 \x01(\x0b2\x1a.google.protobuf.TimestampR\tcreatedAt\x12\x16\n\x06source\x18\x06 \x01(\tR\x06source\x12"\n\x0carchitecture\x18\x07 \x01(\tR\x0carchitecture\x120\n\x06config\x18\x08 \x01(\x0b2\x18.opendsec.v1.ImageConfigR\x06config\x125\n\x08snapshot\x18\t \x01(\x0b2\x19.opendsec.v1.SnapshotInfoR\x08snapshot\x12>\n\rnetwork_rules\x18\n \x01(\x0b2\x19.opendsec.v1.NetworkRulesR\x0cnetworkRules"\xe4\x02\n\x0cSnapshotInfo\x12\x18\n\x07backend\x18\x01 \x01(\tR\x07backend\x12&\n\x0evirtualization\x18\x02 \x01(\tR\x0evirtualization\x12\x18\n\x07runtime\x18\x03 \x01(\tR\x07runtime\x12\x16\n\x06kernel\x18\x04 \x01(\tR\x06kernel\x12!\n\x0ccpu_features\x18\x05 \x03(\tR\x0bcpuFeatures\x12\x14\n\x05agent\x18\x06 \x01(\tR\x05agent\x12&\n\x0fcpu_cores_limit\x18\x07 \x01(\x01R\rcpuCoresLimit\x12&\n\x0fmemory_limit_mb\x18\x08 \x01(\x03R\rmemoryLimitMb\x12"\n\rdisk_limit_mb\x18\t \x01(\x03R\x0bdiskLimitMb\x12\x1d\n\npids_limit\x18\n \x01(\x03R\tpidsLimit\x12\x14\n\x05nodes\x18\x0b \x03(\tR\x05nodes"\xf8\x01\n\x0bImageConfig\x12\x10\n\x03env\x18\x01 \x03(\tR\x03env\x12\x12\n\x04user\x18\x02 \x01(\tR\x04user\x12\x18\n\x07workdir\x18\x03 \x01(\tR\x07workdir\x12\x1e\n\nentrypoint\x18\x04 \x03(\tR\nentrypoint\x12\x10\n\x03cmd\x18\x05 \x03(\tR\x03cmd\x12<\n\x06labels\x18\x06 \x03(\x0b2$.opendsec.v1.ImageConfig.LabelsEntryR\x06labels\x1a9\n\x0bLabelsEntry\x12\x10\n\x03key\x18\x01 \x01(\tR\x03key\x12\x14\n\x05value\x18\x02 \x01(\tR\x05value:\x028\x01"\xc6\x01\n\x12ImportImageRequest\x12\x16\n\x06source\x18\x01 \x01(\tR\x06source\x12\x12\n\x04name\x18\x02 \x01(\tR\x04name\x12-\n\x04auth\x18\x03 \x01(\x0b2\x19.opendsec.v1.RegistryAuthR\x04auth\x12\x15\n\x06ca_pem\x18\x04 \x01(\x0cR\x05caPem\x12\x1a\n\x08insecure\x18\x05 \x01(\x08R\x08insecure\x12"\n\x0carchitecture\x18\x06 \x01(\tR\x0carchitecture"F\n\x0cRegistryAuth\x12\x1a\n\x08username\x18\x01 \x01(\tR\x08username\x12\x1a\n\x08password\x18\x02 \x01(\tR\x08password"k\n\x15BootstrapImageRequest\x12"\n\x0cdistribution\x18\x01 \x01(\tR\x0cdistribution\x12\x12\n\x04name\x18\x02 \x01(\tR\x04name\x12\x1a\n\x08packages\x18\x03 \x03(\tR\x08packages"\x95\x01\n\x13ImportImageResponse\x12\x12\n\x04step\x18\x01 \x01(\tR\x04step\x12\x16\n\x06detail\x18\x02 \x01(\tR\x06detail\x12\x12\n\x04done\x18\x03 \x01(\x03R\x04done\x12\x14\n\x05total\x18\x04 \x01(\x03R\x05total\x12(\n\x05image\x18\x05 \x01(\x0b2\x12.opendsec.v1.ImageR\x05image"-\n\x11ListImagesRequest\x12\x18\n\x07project\x18\x01 \x01(\tR\x07project"@\n\x12ListImagesResponse\x12*\n\x06images\x18\x01 \x03(\x0b2\x12.opendsec.v1.ImageR\x06images"%\n\x0fGetImageRequest\x12\x12\n\x04name\x18\x01 \x01(\tR\x04name"<\n\x10GetImageResponse\x12(\n\x05image\x18\x01 \x01(\x0b2\x12.opendsec.v1.ImageR\x05image"@\n\x0fTagImageRequest\x12\x12\n\x04name\x18\x01 \x01(\tR\x04name\x12\x19\n\x08new_name\x18\x02 \x01(\tR\x07newName"<\n\x10TagImageResponse\x12(\n\x05image\x18\x01 \x01(\x0b2\x12.opendsec.v1.ImageR\x05image"(\n\x12DeleteImageRequest\x12\x12\n\x04name\x18\x01 \x01(\tR\x04name"\x15\n\x13DeleteImageResponse2\xef\x03\n\x0cImageService\x12R\n\x0bImportImage\x12\x1f.opendsec.v1.ImportImageRequest\x1a .opendsec.v1.ImportImageResponse0\x01\x12X\n\x0eBootstrapImage\x12".opendsec.v1.BootstrapImageRequest\x1a .opendsec.v1.ImportImageResponse0\x01\x12M\n\nListImages\x12\x1e.opendsec.v1.ListImagesRequest\x1a\x1f.opendsec.v1.ListImagesResponse\x12G\n\x08GetImage\x12\x1c.opendsec.v1.GetImageRequest\x1a\x1d.opendsec.v1.GetImageResponse\x12G\n\x08TagImage\x12\x1c.opendsec.v1.TagImageRequest\x1a\x1d.opendsec.v1.TagImageResponse\x12P\n\x0bDeleteImage\x12\x1f.opendsec.v1.DeleteImageRequest\x1a .opendsec.v1.DeleteImageResponseB=Z;github.com/kernflux/opendsec/api/gen/opendsec/v1;opendsecv1b\x06proto3',
     [
         timestamp_pb.desc(),
+        network_pb.desc(),
     ],
     {
         "Image": Image,
