@@ -275,19 +275,21 @@ class Sandbox(Shells, Files, Ports):
         if answer.sandbox is not None:
             self._take(answer.sandbox)
 
-    def update_network(self, rules: Mapping[str, bool]) -> None:
+    def update_network(self, network_rules: Mapping[str, bool]) -> None:
         """Replace the sandbox's network rules, also while it is paused.
 
         When it returns, the new rules are in force, and connections that they do not allow are cut.
 
         Args:
-            rules: all of the new rules, as ``network_rules`` in :class:`DSecRunArgs`; empty closes all.
+            network_rules: all of the new rules, as in :class:`DSecRunArgs`; empty closes all.
 
         Raises:
             InvalidArgumentError: a rule is wrong; it is named.
             SandboxEndedError: it has ended.
         """
-        request = sandbox_pb.UpdateNetworkRequest(id=self.id, network_rules=check_rules("rules", rules))
+        request = sandbox_pb.UpdateNetworkRequest(
+            id=self.id, network_rules=check_rules("network_rules", network_rules)
+        )
         answer = self._conn.call(self._api.update_network, request)
         if answer.sandbox is not None:
             self._take(answer.sandbox)
