@@ -96,10 +96,21 @@ func TestCreateNamesTheWrongField(t *testing.T) {
 		"long label":              {func(s *opendsecv1.SandboxSpec) { s.Labels = map[string]string{"a": long} }, "spec.labels", ""},
 		"many labels":             {func(s *opendsecv1.SandboxSpec) { s.Labels = many }, "spec.labels", ""},
 		"much metadata":           {func(s *opendsecv1.SandboxSpec) { s.Metadata = map[string]string{"a": strings.Repeat("b", 16<<10)} }, "spec.metadata", ""},
-		"rule":                    {func(s *opendsecv1.SandboxSpec) { s.NetworkRules = &opendsecv1.NetworkRules{Rules: map[string]bool{"http://a.b/": true}} }, "spec.network_rules", ""},
-		"rule's port":             {func(s *opendsecv1.SandboxSpec) { s.NetworkRules = &opendsecv1.NetworkRules{Rules: map[string]bool{"a.com:0": true}} }, "spec.network_rules", ""},
-		"rule's CIDR":             {func(s *opendsecv1.SandboxSpec) { s.NetworkRules = &opendsecv1.NetworkRules{Rules: map[string]bool{"10.0.0.0/33": true}} }, "spec.network_rules", ""},
-		"rule's address":          {func(s *opendsecv1.SandboxSpec) { s.NetworkRules = &opendsecv1.NetworkRules{Rules: map[string]bool{"10.0.0.400": true}} }, "spec.network_rules", ""},
+		"rule": {func(s *opendsecv1.SandboxSpec) {
+			s.NetworkRules = &opendsecv1.NetworkRules{Rules: map[string]bool{"http://a.b/": true}}
+		}, "spec.network_rules", ""},
+		"rule's port": {func(s *opendsecv1.SandboxSpec) {
+			s.NetworkRules = &opendsecv1.NetworkRules{Rules: map[string]bool{"a.com:0": true}}
+		}, "spec.network_rules", ""},
+		"rule for what is never open": {func(s *opendsecv1.SandboxSpec) {
+			s.NetworkRules = &opendsecv1.NetworkRules{Rules: map[string]bool{"127.0.0.1:80": true}}
+		}, "spec.network_rules", ""},
+		"rule's CIDR": {func(s *opendsecv1.SandboxSpec) {
+			s.NetworkRules = &opendsecv1.NetworkRules{Rules: map[string]bool{"10.0.0.0/33": true}}
+		}, "spec.network_rules", ""},
+		"rule's address": {func(s *opendsecv1.SandboxSpec) {
+			s.NetworkRules = &opendsecv1.NetworkRules{Rules: map[string]bool{"10.0.0.400": true}}
+		}, "spec.network_rules", ""},
 	} {
 		t.Run(name, func(t *testing.T) {
 			_, err := dev.create(func(r *opendsecv1.CreateSandboxRequest) { tc.change(r.Spec) })

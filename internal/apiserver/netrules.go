@@ -13,7 +13,7 @@ import (
 func checkRules(s *sandbox.Spec) error { return checkNetwork("spec.network_rules", s.NetworkRules) }
 
 func checkNetwork(field string, rules map[string]bool) error {
-	if _, err := netpolicy.Parse(rules); err != nil {
+	if err := netpolicy.Check(rules); err != nil {
 		return fault.Invalid(field, "%w", err)
 	}
 	return nil

@@ -38,7 +38,7 @@ import (
 type Config struct {
 	// DNS says whom the DNS proxy asks, and how.
 	DNS dnsproxy.Config
-	// Never are addresses that no rule opens, beside the node's own loopback.
+	// Never are addresses that no rule opens, beside netpolicy.Closed.
 	Never []netip.Prefix
 	// Limits bound each sandbox.
 	Limits Limits
@@ -115,7 +115,7 @@ func New(log *slog.Logger, cfg Config) (*Gate, error) {
 	}
 	return &Gate{
 		log: log, dns: dns, limits: cfg.Limits.withDefaults(), now: time.Now, guards: map[*Guard]bool{},
-		never: append(slices.Clone(closed), cfg.Never...), host: measureHost(),
+		never: append(netpolicy.Closed(), cfg.Never...), host: measureHost(),
 	}, nil
 }
 

@@ -146,6 +146,31 @@ func TestDocumentListsRanges(t *testing.T) {
 	}
 }
 
+// What no rule opens is listed, refused when a rule is for nothing else, and
+// nowhere in the tables of what rules mean.
+func TestDocumentListsClosed(t *testing.T) {
+	want := map[string]string{}
+	for _, r := range closed {
+		want[r.Prefix.String()] = r.What
+	}
+	if diff := cmp.Diff(want, listed(t, "| opened by no rule | what |")); diff != "" {
+		t.Errorf("closed ranges (-program +document):\n%s", diff)
+	}
+	for _, tab := range tables(t) {
+		if tab.head != "| rules | asked | answer | by |" {
+			continue
+		}
+		for _, row := range tab.rows {
+			rules := map[string]bool{}
+			if row[0] != "" && json.Unmarshal([]byte(row[0]), &rules) == nil {
+				if err := Check(rules); err != nil {
+					t.Errorf("the document shows what is refused: %v", err)
+				}
+			}
+		}
+	}
+}
+
 // listed returns a table of two columns.
 func listed(t *testing.T, head string) map[string]string {
 	t.Helper()

@@ -310,3 +310,39 @@ func TestParseQuery(t *testing.T) {
 		}
 	}
 }
+
+// A rule that could never open anything is refused by its name, and only when it
+// is given: what was accepted once is read as it was.
+func TestCheckClosed(t *testing.T) {
+	for rule, why := range map[string]string{
+		"127.0.0.1:80": "loopback", "127.0.0.0/8": "loopback", "127.1.0.0/16:1-5/udp": "loopback", "0.0.0.0": "this network",
+		"0.0.0.0/8": "this network", "224.0.0.251:5353/udp": "multicast", "239.0.0.0/8": "multicast", "255.255.255.255": "broadcast",
+		"::1": "loopback", "[::]:80": "unspecified", "fe80::1": "link-local", "[fe80::/64]:80": "link-local", "ff02::fb": "multicast",
+		"192.0.0.2": "links", "fd5e:c0de:5eed:1::2": "links", "64:ff9b::7f00:1": "loopback", "2002:7f00:1::/48": "loopback",
+	} {
+		err := Check(map[string]bool{rule: true, "example.com": true})
+		var wrong *RuleError
+		if !errors.As(err, &wrong) || wrong.Rule != rule || !strings.Contains(err.Error(), why) {
+			t.Errorf("%s: got %v; want an error that names it and says %q", rule, err, why)
+		}
+		if err := Check(map[string]bool{rule: false, "example.com": true}); err != nil {
+			t.Errorf("denied: %v", err)
+		}
+		if _, err := Parse(map[string]bool{rule: true}); err != nil {
+			t.Errorf("it was good once: %v", err)
+		}
+	}
+	open := map[string]bool{}
+	for _, rule := range []string{"0.0.0.0/0", "::/0", "*", "126.0.0.0/7", "fe80::/9", "192.0.0.0/24", "10.0.0.1", "169.254.169.254", "fd5e:c0de::/32", "localhost."} {
+		open[rule] = true
+	}
+	if err := Check(open); err != nil {
+		t.Error(err)
+	}
+	if err := Check(map[string]bool{"127.0.0.1": true, "::1": true}); err == nil || strings.Count(err.Error(), "network rule") != 2 {
+		t.Errorf("not each is named: %v", err)
+	}
+	if err := Check(map[string]bool{"http://x": true}); err == nil {
+		t.Error("Parse is not asked")
+	}
+}
