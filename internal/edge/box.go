@@ -11,6 +11,7 @@ import (
 	"github.com/kernflux/opendsec/internal/edge/journal"
 	"github.com/kernflux/opendsec/internal/fault"
 	"github.com/kernflux/opendsec/internal/image"
+	"github.com/kernflux/opendsec/internal/netgate"
 	"github.com/kernflux/opendsec/internal/sandbox"
 )
 
@@ -22,6 +23,7 @@ type box struct {
 	arrived time.Time // when this run of the edge came to know it
 	old     bool      // an earlier run made it
 	origin  origin    // what a new one begins with
+	denials *netgate.Denials
 
 	undo undo          // what it has taken for its whole life; see spell for the rest
 	op   chan struct{} // holds one while a state operation is under way
@@ -67,7 +69,7 @@ func (e *Edge) newBox(entry journal.Entry) *box {
 	b := &box{
 		id: entry.ID, arrived: e.now(), entry: entry, op: make(chan struct{}, 1),
 		created: make(chan struct{}), ended: make(chan struct{}), changed: make(chan struct{}, 1),
-		use: usage{last: e.now()},
+		use: usage{last: e.now()}, denials: netgate.NewDenials(netgate.Denied{}),
 	}
 	b.life, b.endLife = context.WithCancelCause(context.Background())
 	if entry.End != nil {

@@ -157,7 +157,7 @@ func metricsToProto(limits sandbox.Limits, used backend.Usage, now time.Time) *o
 
 func addNetwork(m *opendsecv1.Metrics, u netgate.Usage) {
 	m.NetworkSentBytes, m.NetworkReceivedBytes = u.Sent, u.Received
-	m.NetworkFlows, m.NetworkDenied = int64(u.Flows), u.Denied
+	m.NetworkFlows = int64(u.Flows)
 }
 
 func denialToProto(d netgate.Denial) *opendsecv1.Denial {

@@ -150,7 +150,7 @@ func (e *Edge) Run(ctx context.Context) error {
 	if e.deps.Gate != nil {
 		g.Go(func() error { return e.deps.Gate.Run(idle) })
 	}
-	g.Go(func() error { e.keepPins(ctx); return nil })
+	g.Go(func() error { e.keepNetworks(ctx); return nil })
 	g.Go(func() error { e.sweep(ctx); return nil })
 	g.Go(func() error { e.probes.refresh(ctx, e); return nil })
 	<-ctx.Done()

@@ -21,9 +21,10 @@ type Gate interface {
 	Run(ctx context.Context) error
 }
 
-// pinsEvery is how often the addresses that are open by name are written to the
-// journal, if they changed. What came after that is asked for again.
-const pinsEvery = time.Second
+// keepEvery is how often the addresses that are open by name, and what was
+// denied, are written to the disk, if they changed. Addresses that came after that are
+// asked for again, denials are forgotten if the edge is killed.
+const keepEvery = time.Second
 
 // network serves a machine's network under the box's rules, as long as its spell
 // lasts. A sandbox that is allowed nothing may be without.
@@ -60,7 +61,7 @@ func (e *Edge) networkLocked(b *box, sp *spell, slot backend.Slot) error {
 		return err
 	}
 	guard, err := e.deps.Gate.Open(netgate.Sandbox{
-		ID: b.id, Slot: slot, Policy: policy, Pins: pins, Pinned: func() { b.pinned.Store(true) },
+		ID: b.id, Slot: slot, Policy: policy, Pins: pins, Pinned: func() { b.pinned.Store(true) }, Denials: b.denials,
 	})
 	if err != nil {
 		f := fault.New(fault.Unavailable, "node %s cannot enforce network rules, so the sandbox has no network: %w", e.cfg.Name, err)
@@ -178,9 +179,10 @@ func explainRules(rules map[string]bool, target string) (netpolicy.Decision, err
 	return policy.Decide(q), nil
 }
 
-// keepPins writes to the journal what names have led to, once in a while.
-func (e *Edge) keepPins(ctx context.Context) {
-	tick := time.NewTicker(pinsEvery)
+// keepNetworks writes to the disk what names have led to and what was denied,
+// once in a while.
+func (e *Edge) keepNetworks(ctx context.Context) {
+	tick := time.NewTicker(keepEvery)
 	defer tick.Stop()
 	for {
 		select {
@@ -189,6 +191,7 @@ func (e *Edge) keepPins(ctx context.Context) {
 		case <-tick.C:
 			for _, b := range e.all() {
 				e.keepPinsOf(b)
+				e.keepDenials(b)
 			}
 		}
 	}
@@ -206,6 +209,29 @@ func (e *Edge) keepPinsOf(b *box) {
 	if err := e.record(b, journal.Lazy, func(entry *journal.Entry) { entry.Pins = pins }); err != nil {
 		e.log.Error("cannot record what names of a sandbox led to", "sandbox", b.id, "error", err)
 	}
+}
+
+// keepDenials writes what the box was denied, if that is more than was written.
+func (e *Edge) keepDenials(b *box) {
+	if b.end() != nil {
+		return
+	}
+	denied, changed := b.denials.Changed()
+	if !changed {
+		return
+	}
+	if err := e.journal.WriteDenied(b.id, denied); err != nil && b.end() == nil {
+		e.log.Error("cannot record what a sandbox was denied on the network", "sandbox", b.id, "error", err)
+	}
+}
+
+// recallDenials gives a box of an earlier run what it was denied then.
+func (e *Edge) recallDenials(b *box) {
+	denied, err := e.journal.ReadDenied(b.id)
+	if err != nil {
+		e.log.Error("what a sandbox was denied on the network before is not known any more", "sandbox", b.id, "error", err)
+	}
+	b.denials = netgate.NewDenials(denied)
 }
 
 // pinsOf returns what names have led a box to.

@@ -2,6 +2,7 @@ package edge
 
 import (
 	"bytes"
+	"fmt"
 	"io"
 	"math/rand/v2"
 	"mime/multipart"
@@ -163,15 +164,21 @@ func TestRealNetwork(t *testing.T) {
 		n.probe(id, "again", false)
 		n.mustUpdate(id, gatetest.Rules())
 		n.probe(id, "allowed", true)
+		denied := n.denied(id)
 		n.mustPause(id)
+		n.wantDenied(id, denied)
 		n.mustResume(id)
+		n.wantDenied(id, denied)
 		n.probe(id, "again", true)
 
 		// After the edge was killed, once it had time to note where names led.
 		n.probe(id, "allowed", true)
 		waitForPins(n, id)
+		denied = n.denied(id)
+		waitForDenied(n, id, denied.GetTotal())
 		n.kill9()
 		n.launch()
+		n.wantDenied(id, denied)
 		n.probe(id, "again", true)
 		n.probe(id, "", true)
 
@@ -191,6 +198,44 @@ func TestRealNetwork(t *testing.T) {
 		n.noLeaks([]string{string(id)})
 		n.kill(t, id)
 		noBypass(t, w)
+	}
+}
+
+func (n *realNode) denied(id sandbox.ID) *edgev1.ListDeniedResponse {
+	n.t.Helper()
+	res, err := n.client.ListDenied(n.t.Context(), connect.NewRequest(&edgev1.ListDeniedRequest{Id: string(id)}))
+	if err != nil {
+		n.t.Fatal(err)
+	}
+	return res.Msg
+}
+
+// wantDenied checks that the edge knows what was denied before, and nothing that
+// was not.
+func (n *realNode) wantDenied(id sandbox.ID, before *edgev1.ListDeniedResponse) {
+	n.t.Helper()
+	now := n.denied(id)
+	if len(before.GetDenials()) < 10 || len(now.GetDenials()) != len(before.GetDenials()) || now.GetTotal() != before.GetTotal() {
+		n.t.Errorf("%d denials, %d in all; it was %d, %d in all", len(now.GetDenials()), now.GetTotal(), len(before.GetDenials()), before.GetTotal())
+	}
+	if metrics, err := n.client.GetMetrics(n.t.Context(), connect.NewRequest(&edgev1.GetMetricsRequest{Id: string(id)})); err == nil && metrics.Msg.GetMetrics().GetNetworkDenied() != now.GetTotal() {
+		n.t.Errorf("the metrics count %d denials of %d", metrics.Msg.GetMetrics().GetNetworkDenied(), now.GetTotal())
+	}
+}
+
+// waitForDenied returns when so many denials are on the disk.
+func waitForDenied(n *realNode, id sandbox.ID, total uint64) {
+	n.t.Helper()
+	path := filepath.Join(n.dir, "state", "sandboxes", string(id), "denied.json")
+	want := fmt.Sprintf(`"total":%d}`, total)
+	for limit := time.Now().Add(10 * time.Second); ; <-time.After(10 * time.Millisecond) {
+		text, err := os.ReadFile(path)
+		if err == nil && strings.HasSuffix(string(text), want) {
+			return
+		}
+		if time.Now().After(limit) {
+			n.t.Fatalf("%d denials are not on the disk: %v", total, err)
+		}
 	}
 }
 

@@ -31,6 +31,7 @@ func (e *Edge) recover(ctx context.Context) error {
 		switch entry.Phase {
 		case journal.Running, journal.Paused:
 			e.hold(b)
+			e.recallDenials(b)
 			tried.Add(1)
 			begin := e.readopt(tried.Done)
 			if entry.Saved != nil {

@@ -11,7 +11,6 @@ import (
 	opendsecv1 "github.com/kernflux/opendsec/api/gen/opendsec/v1"
 	"github.com/kernflux/opendsec/internal/edge/journal"
 	"github.com/kernflux/opendsec/internal/mtls"
-	"github.com/kernflux/opendsec/internal/netgate"
 	"github.com/kernflux/opendsec/internal/rpc"
 	"github.com/kernflux/opendsec/internal/sandbox"
 )
@@ -150,6 +149,7 @@ func (s service) GetMetrics(ctx context.Context, req *connect.Request[edgev1.Get
 		return nil, err
 	}
 	metrics := metricsToProto(b.spec().Limits, used, s.e.now())
+	metrics.NetworkDenied = b.denials.Denied().Total
 	if guard := b.guarded(); guard != nil {
 		addNetwork(metrics, guard.Usage())
 	}
@@ -186,13 +186,10 @@ func (s service) ListDenied(_ context.Context, req *connect.Request[edgev1.ListD
 	if err != nil {
 		return nil, err
 	}
-	res := &edgev1.ListDeniedResponse{}
-	if guard := b.guarded(); guard != nil {
-		var newest []netgate.Denial
-		newest, res.Total = guard.Denied()
-		for _, d := range newest {
-			res.Denials = append(res.Denials, denialToProto(d))
-		}
+	denied := b.denials.Denied()
+	res := &edgev1.ListDeniedResponse{Total: denied.Total}
+	for _, d := range denied.Newest {
+		res.Denials = append(res.Denials, denialToProto(d))
 	}
 	return connect.NewResponse(res), nil
 }

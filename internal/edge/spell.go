@@ -80,6 +80,7 @@ func (e *Edge) letGo(b *box) {
 		return
 	}
 	e.closeNetwork(b, sp)
+	e.keepDenials(b)
 	if err := e.record(b, journal.Lazy, nil); err != nil {
 		e.log.Error("cannot record what names of a sandbox led to", "sandbox", b.id, "error", err)
 	}

@@ -27,15 +27,15 @@ const (
 
 // Denial is something that a sandbox was denied.
 type Denial struct {
-	Time  time.Time // the last one
-	Count int       // how many alike came one after the other
-	Kind  DenialKind
-	Name  string     // "" for none
-	Addr  netip.Addr // zero for none
-	Port  uint16     // 0 for none
-	Proto netpolicy.Proto
-	Rule  string // that decided, "" if none did
-	Why   string
+	Time  time.Time       `json:"time"`  // the last one
+	Count int             `json:"count"` // how many alike came one after the other
+	Kind  DenialKind      `json:"kind"`
+	Name  string          `json:"name,omitempty"` // "" for none
+	Addr  netip.Addr      `json:"addr,omitzero"`  // zero for none
+	Port  uint16          `json:"port,omitempty"` // 0 for none
+	Proto netpolicy.Proto `json:"proto,omitempty"`
+	Rule  string          `json:"rule,omitempty"` // that decided, "" if none did
+	Why   string          `json:"why,omitempty"`
 }
 
 // alike reports whether two denials differ in their time only.
@@ -44,33 +44,65 @@ func (d Denial) alike(o Denial) bool {
 	return d == o
 }
 
-// denials are the newest of a sandbox.
-type denials struct {
-	most int
+// maxDenials is how many denials of a sandbox are remembered.
+const maxDenials = 256
 
-	mu    sync.Mutex
-	list  []Denial // the oldest first
-	total uint64
+// Denied is what a sandbox was denied in its life.
+type Denied struct {
+	Newest []Denial `json:"newest,omitempty"` // the oldest of them first
+	Total  uint64   `json:"total"`
 }
 
-func newDenials(most int) *denials { return &denials{most: most} }
+// Denials take what a sandbox is denied. They outlive the guards that serve it.
+// Their methods may be called side by side.
+type Denials struct {
+	mu      sync.Mutex // guards what follows
+	denied  Denied
+	changed bool
+}
 
-func (l *denials) add(d Denial) {
+// NewDenials returns denials that go on from earlier ones.
+func NewDenials(before Denied) *Denials {
+	n := before.Newest
+	return &Denials{denied: Denied{slices.Clone(n[max(0, len(n)-maxDenials):]), before.Total}}
+}
+
+// Denied returns what was denied.
+func (l *Denials) Denied() Denied {
 	l.mu.Lock()
 	defer l.mu.Unlock()
-	l.total++
+	return Denied{slices.Clone(l.denied.Newest), l.denied.Total}
+}
+
+// Changed returns what was denied, if that is more than at the last call.
+func (l *Denials) Changed() (d Denied, changed bool) {
+	l.mu.Lock()
+	changed, l.changed = l.changed, false
+	l.mu.Unlock()
+	if !changed {
+		return Denied{}, false
+	}
+	return l.Denied(), true
+}
+
+func (l *Denials) add(d Denial) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	l.denied.Total++
+	l.changed = true
+	list := l.denied.Newest
 	// A sandbox that tries a few things again and again fills no more than them.
-	for i := len(l.list) - 1; i >= max(0, len(l.list)-8); i-- {
-		if l.list[i].alike(d) {
-			d.Count += l.list[i].Count
-			l.list = append(slices.Delete(l.list, i, i+1), d)
+	for i := len(list) - 1; i >= max(0, len(list)-8); i-- {
+		if list[i].alike(d) {
+			d.Count += list[i].Count
+			l.denied.Newest = append(slices.Delete(list, i, i+1), d)
 			return
 		}
 	}
-	if len(l.list) >= l.most {
-		l.list = slices.Delete(l.list, 0, 1)
+	if len(list) >= maxDenials {
+		list = slices.Delete(list, 0, 1)
 	}
-	l.list = append(l.list, d)
+	l.denied.Newest = append(list, d)
 }
 
 func (gd *Guard) deny(d Denial) {
@@ -92,19 +124,10 @@ func (gd *Guard) deniedByDNS(e dnsproxy.Event) {
 	gd.deny(d)
 }
 
-// Denied returns the newest denials, the oldest of them first, and how many
-// there were in all.
-func (gd *Guard) Denied() (newest []Denial, total uint64) {
-	gd.denials.mu.Lock()
-	defer gd.denials.mu.Unlock()
-	return slices.Clone(gd.denials.list), gd.denials.total
-}
-
 // Usage is what a sandbox's network has done since its guard was opened.
 type Usage struct {
 	Sent, Received uint64 // bytes that TCP and UDP carried
 	Flows          int    // that are open
-	Denied         uint64
 }
 
 type counts struct{ sent, received atomic.Uint64 }
@@ -112,7 +135,6 @@ type counts struct{ sent, received atomic.Uint64 }
 // Usage measures.
 func (gd *Guard) Usage() Usage {
 	u := Usage{Sent: gd.counts.sent.Load(), Received: gd.counts.received.Load()}
-	_, u.Denied = gd.Denied()
 	gd.mu.Lock()
 	u.Flows = len(gd.flows)
 	gd.mu.Unlock()

@@ -236,7 +236,7 @@ func TestChangeOfPolicy(t *testing.T) {
 	if _, err := gu.resolve("example.com"); err == nil {
 		t.Error("a name that is not allowed any more resolves")
 	}
-	denied, _ := gu.guard.Denied()
+	denied := gu.guard.denials.Denied().Newest
 	changes := 0
 	for _, d := range denied {
 		if d.Kind == DeniedByChange {
@@ -459,7 +459,7 @@ func TestLimits(t *testing.T) {
 	if refused == 0 {
 		t.Error("flows without end can be begun")
 	}
-	if u := gu.guard.Usage(); u.Denied < 2 {
-		t.Errorf("usage %+v", u)
+	if d := gu.guard.denials.Denied(); d.Total < 2 {
+		t.Errorf("denied %+v", d)
 	}
 }

@@ -62,12 +62,10 @@ type Limits struct {
 	Flows, FlowsBurst uint64
 	// Pins is how many addresses may be open by name. The default is 4096.
 	Pins int
-	// Denials is how many are remembered. The default is 256.
-	Denials int
 }
 
 func (l Limits) withDefaults() Limits {
-	def := Limits{Bandwidth: 125e6, Conns: 1024, Sessions: 256, Dials: 128, Packets: 200_000, Flows: 200, FlowsBurst: 1000, Pins: 4096, Denials: 256}
+	def := Limits{Bandwidth: 125e6, Conns: 1024, Sessions: 256, Dials: 128, Packets: 200_000, Flows: 200, FlowsBurst: 1000, Pins: 4096}
 	orInt := func(v *int, d int) {
 		if *v == 0 {
 			*v = d
@@ -85,7 +83,6 @@ func (l Limits) withDefaults() Limits {
 	orInt(&l.Sessions, def.Sessions)
 	orInt(&l.Dials, def.Dials)
 	orInt(&l.Pins, def.Pins)
-	orInt(&l.Denials, def.Denials)
 	orUint(&l.Packets, def.Packets)
 	orUint(&l.Flows, def.Flows)
 	orUint(&l.FlowsBurst, def.FlowsBurst)
@@ -193,6 +190,8 @@ type Sandbox struct {
 	// Pinned is told when the pins have changed; nil to be told nothing. It must
 	// not block.
 	Pinned func()
+	// Denials take what it is denied; nil to forget it.
+	Denials *Denials
 }
 
 // Guard serves one sandbox.
@@ -211,7 +210,7 @@ type Guard struct {
 
 	up, down *pace
 	counts   counts
-	denials  *denials
+	denials  *Denials
 
 	ctx  context.Context // ends with Close
 	stop context.CancelFunc
@@ -231,13 +230,16 @@ type Guard struct {
 // Open begins to serve a sandbox, until Close. Before it returns, and when it
 // fails, nothing passes. It installs the rules of its slot if they are not there.
 func (g *Gate) Open(sb Sandbox) (_ *Guard, err error) {
+	if sb.Denials == nil {
+		sb.Denials = NewDenials(Denied{})
+	}
 	policy, err := g.on(sb.Policy)
 	if err != nil {
 		return nil, fmt.Errorf("open the network of sandbox %s: %w", sb.ID, err)
 	}
 	gd := &Guard{
 		id: sb.ID, gate: g, log: g.log.With("sandbox", sb.ID), slot: sb.Slot, limits: g.limits, pinned: sb.Pinned,
-		up: newPace(g.limits.Bandwidth), down: newPace(g.limits.Bandwidth), denials: newDenials(g.limits.Denials),
+		up: newPace(g.limits.Bandwidth), down: newPace(g.limits.Bandwidth), denials: sb.Denials,
 		policy: policy, pins: newPins(g.limits.Pins), dialling: map[flowKey]*flow{}, flows: map[flowKey]*flow{}, open: map[netpolicy.Proto]int{},
 	}
 	gd.ctx, gd.stop = context.WithCancel(context.Background())

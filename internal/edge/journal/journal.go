@@ -76,6 +76,7 @@ const (
 	fileName    = "journal.json"
 	machineName = "machine"
 	savedName   = "saved"
+	deniedName  = "denied.json"
 	tempPrefix  = "new-"
 )
 
@@ -172,9 +173,10 @@ func (j *Journal) RemoveTemps(id sandbox.ID) error {
 }
 
 // RemoveFiles removes what a sandbox has on the disk beside its entry: its
-// machine's files and its saved state.
+// machine's files, its saved state, and what it was denied.
 func (j *Journal) RemoveFiles(id sandbox.ID) error {
-	if err := errors.Join(os.RemoveAll(j.MachineDir(id)), os.RemoveAll(j.SavedDir(id))); err != nil {
+	denied := os.RemoveAll(filepath.Join(j.Dir(id), deniedName))
+	if err := errors.Join(os.RemoveAll(j.MachineDir(id)), os.RemoveAll(j.SavedDir(id)), denied); err != nil {
 		return fmt.Errorf("remove the files of sandbox %s: %w", id, err)
 	}
 	return nil
@@ -190,15 +192,45 @@ func (j *Journal) Write(e *Entry, sync Sync) error {
 }
 
 func (j *Journal) write(e *Entry, sync Sync) error {
-	data, err := json.Marshal(e)
-	if err != nil {
-		return err
-	}
 	dir := j.Dir(e.ID)
 	if err := os.MkdirAll(dir, 0o700); err != nil {
 		return err
 	}
-	temp := filepath.Join(dir, fileName+".new")
+	return replace(dir, fileName, e, sync)
+}
+
+// WriteDenied keeps what a sandbox was denied on the network beside its entry,
+// in place of what was kept before. It outlives the edge, as Lazy entries.
+func (j *Journal) WriteDenied(id sandbox.ID, d netgate.Denied) error {
+	if err := replace(j.Dir(id), deniedName, d, Lazy); err != nil {
+		return fmt.Errorf("write what sandbox %s was denied: %w", id, err)
+	}
+	return nil
+}
+
+// ReadDenied returns what WriteDenied kept last, nothing if it did not.
+func (j *Journal) ReadDenied(id sandbox.ID) (netgate.Denied, error) {
+	var d netgate.Denied
+	data, err := os.ReadFile(filepath.Join(j.Dir(id), deniedName))
+	if errors.Is(err, fs.ErrNotExist) {
+		return d, nil
+	}
+	if err == nil {
+		err = json.Unmarshal(data, &d)
+	}
+	if err != nil {
+		return netgate.Denied{}, fmt.Errorf("read what sandbox %s was denied: %w", id, err)
+	}
+	return d, nil
+}
+
+// replace puts a JSON file in place of one, whole or not at all.
+func replace(dir, name string, v any, sync Sync) error {
+	data, err := json.Marshal(v)
+	if err != nil {
+		return err
+	}
+	temp := filepath.Join(dir, name+".new")
 	f, err := os.OpenFile(temp, os.O_WRONLY|os.O_CREATE|os.O_TRUNC, 0o600)
 	if err != nil {
 		return err
@@ -211,7 +243,7 @@ func (j *Journal) write(e *Entry, sync Sync) error {
 		err = cerr
 	}
 	if err == nil {
-		err = os.Rename(temp, filepath.Join(dir, fileName))
+		err = os.Rename(temp, filepath.Join(dir, name))
 	}
 	if err == nil && sync == Durable {
 		err = durable.Path(dir)

@@ -2,16 +2,59 @@ package journal
 
 import (
 	"encoding/json"
+	"net/netip"
 	"os"
 	"path/filepath"
 	"testing"
 	"time"
 
 	"github.com/google/go-cmp/cmp"
+	"github.com/google/go-cmp/cmp/cmpopts"
 
 	"github.com/kernflux/opendsec/internal/backend"
+	"github.com/kernflux/opendsec/internal/netgate"
 	"github.com/kernflux/opendsec/internal/sandbox"
 )
+
+// What was denied lies beside the entry, goes with the files, and never makes a
+// directory of a sandbox that has none.
+func TestDenied(t *testing.T) {
+	j, err := Open(filepath.Join(t.TempDir(), "sandboxes"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	const id = sandbox.ID("sb-aaaaaaaaaaaa")
+	want := netgate.Denied{Newest: []netgate.Denial{{Time: time.Unix(5, 0).UTC(), Count: 2, Kind: netgate.DeniedName, Name: "example.com"}}, Total: 9}
+	if err := j.WriteDenied(id, want); err == nil {
+		t.Error("written for a sandbox that is not there")
+	}
+	if err := j.Write(&Entry{ID: id, Phase: Running}, Lazy); err != nil {
+		t.Fatal(err)
+	}
+	if got, err := j.ReadDenied(id); err != nil || got.Total != 0 {
+		t.Errorf("before: %v, %v", got, err)
+	}
+	if err := j.WriteDenied(id, want); err != nil {
+		t.Fatal(err)
+	}
+	got, err := j.ReadDenied(id)
+	if diff := cmp.Diff(want, got, cmpopts.EquateComparable(netip.Addr{})); diff != "" || err != nil {
+		t.Errorf("%v (-want +got):\n%s", err, diff)
+	}
+	if err := os.WriteFile(filepath.Join(j.Dir(id), deniedName), []byte("{"), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	if got, err := j.ReadDenied(id); err == nil || len(got.Newest) > 0 {
+		t.Errorf("half a file: %v, %v", got, err)
+	}
+	if err := j.RemoveFiles(id); err != nil {
+		t.Fatal(err)
+	}
+	left, err := os.ReadDir(j.Dir(id))
+	if err != nil || len(left) != 1 || left[0].Name() != fileName {
+		t.Errorf("left %v, %v", left, err)
+	}
+}
 
 func TestWriteAndLoad(t *testing.T) {
 	j, err := Open(filepath.Join(t.TempDir(), "sandboxes"))
