@@ -42,9 +42,11 @@ func warnings(sb *sandbox.Sandbox) []string {
 	return nil
 }
 
-// updateNetwork replaces the rules of a sandbox: in the record, which forks and
-// the next resume go by, and on its node. When the node cannot be told, the call
-// fails and may be repeated.
+// updateNetwork replaces the rules of a sandbox: on its node, and in the record,
+// which forks go by. The node has the order of changes at the same time, also of
+// other servers, so that the record comes to what is in force. When the node
+// cannot be told, the call fails and may be repeated; when the record cannot be
+// written, the watcher does it.
 func (s *Server) updateNetwork(ctx context.Context, id string, rules map[string]bool) (*sandbox.Sandbox, error) {
 	if err := checkNetwork("network_rules", rules); err != nil {
 		return nil, err
@@ -54,14 +56,15 @@ func (s *Server) updateNetwork(ctx context.Context, id string, rules map[string]
 		if err != nil {
 			return nil, err
 		}
-		if err := s.edges.updateNetwork(ctx, address, sb.ID, rules); err != nil {
+		revision, err := s.edges.updateNetwork(ctx, address, sb.ID, rules)
+		if err != nil {
 			return nil, err
 		}
 		return s.deps.DB.UpdateSandbox(ctx, sb.ID, func(r *sandbox.Sandbox) error {
 			if r.End != nil {
 				return ended(r.ID, *r.End)
 			}
-			r.Spec.NetworkRules = rules
+			r.FollowRules(rules, revision)
 			return nil
 		})
 	})

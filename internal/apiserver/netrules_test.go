@@ -10,6 +10,7 @@ import (
 	"connectrpc.com/connect"
 
 	opendsecv1 "github.com/kernflux/opendsec/api/gen/opendsec/v1"
+	"github.com/kernflux/opendsec/api/gen/opendsec/v1/opendsecv1connect"
 	"github.com/kernflux/opendsec/internal/fault"
 	"github.com/kernflux/opendsec/internal/sandbox"
 )
@@ -116,17 +117,21 @@ func TestStartHasTheRulesOfItsSource(t *testing.T) {
 	wantProblem(t, err, fault.InvalidArgument, "idempotency_key")
 }
 
-// Of changes at the same time one is the last, on the node and in the record.
+// Of changes at the same time one is the last, on the node and in the record,
+// whichever server they came by.
 func TestNetworkUpdatesAtTheSameTime(t *testing.T) {
 	c := newCluster(t, 1)
 	dev := c.developer()
 	id := dev.mustCreate().GetId()
+	servers := []opendsecv1connect.SandboxServiceClient{
+		dev.sandboxes, opendsecv1connect.NewSandboxServiceClient(c.http, c.api(), connect.WithInterceptors(bearer(dev.token))),
+	}
 	for range 20 {
 		var all sync.WaitGroup
 		for i := range 8 {
 			all.Go(func() {
 				rules := map[string]bool{fmt.Sprintf("n%d.example.com", i): true}
-				if _, err := dev.sandboxes.UpdateNetwork(t.Context(), connect.NewRequest(&opendsecv1.UpdateNetworkRequest{Id: id, NetworkRules: rules})); err != nil {
+				if _, err := servers[i%2].UpdateNetwork(t.Context(), connect.NewRequest(&opendsecv1.UpdateNetworkRequest{Id: id, NetworkRules: rules})); err != nil {
 					t.Error(err)
 				}
 			})

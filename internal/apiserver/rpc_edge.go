@@ -207,9 +207,13 @@ func (e *edges) metrics(ctx context.Context, address string, id sandbox.ID) (*op
 	return res.Msg.GetMetrics(), nil
 }
 
-func (e *edges) updateNetwork(ctx context.Context, address string, id sandbox.ID, rules map[string]bool) error {
-	_, err := e.at(address).UpdateNetwork(ctx, connect.NewRequest(&edgev1.UpdateNetworkRequest{Id: string(id), NetworkRules: rules}))
-	return fault.FromConnect(err)
+// updateNetwork returns the number of the change.
+func (e *edges) updateNetwork(ctx context.Context, address string, id sandbox.ID, rules map[string]bool) (revision int64, err error) {
+	res, err := e.at(address).UpdateNetwork(ctx, connect.NewRequest(&edgev1.UpdateNetworkRequest{Id: string(id), NetworkRules: rules}))
+	if err != nil {
+		return 0, fault.FromConnect(err)
+	}
+	return res.Msg.GetRevision(), nil
 }
 
 func (e *edges) explainNetwork(ctx context.Context, address string, id sandbox.ID, target string) (*opendsecv1.NetworkDecision, error) {

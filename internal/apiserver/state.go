@@ -18,7 +18,8 @@ const stateTimeout = 10 * time.Minute
 
 // turns let the calls that pause one sandbox, resume it or change its network rules go one after the other
 // within this process, so that the record is what the last of them did. Those
-// of other processes meet at the node, and the watcher mends the record.
+// of other processes meet at the node, and the watcher mends the record; changes
+// of rules bear the node's number.
 type turns struct {
 	mu   sync.Mutex // guards byID and the counts in it
 	byID map[sandbox.ID]*turn

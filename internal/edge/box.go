@@ -88,6 +88,9 @@ type status struct {
 	PausedAt  time.Time // zero while it is not paused
 	PausedFor time.Duration
 	End       *sandbox.End // nil until nothing is left of it
+
+	NetworkRules    map[string]bool
+	NetworkRevision int64 // how often the rules were changed
 }
 
 func (b *box) status() status {
@@ -100,6 +103,7 @@ func (b *box) statusLocked() status {
 	s := status{
 		ID: b.id, Project: b.entry.Project, Backend: b.entry.Spec.Backend, StartedAt: b.entry.StartedAt,
 		PausedAt: b.entry.PausedAt, PausedFor: b.entry.PausedFor,
+		NetworkRules: b.entry.Spec.NetworkRules, NetworkRevision: b.entry.NetworkRevision,
 	}
 	switch b.entry.Phase {
 	case journal.Creating:

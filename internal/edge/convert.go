@@ -136,6 +136,9 @@ func statusToProto(s status) *edgev1.SandboxStatus {
 	if s.End != nil {
 		p.End = fault.EndToProto(*s.End)
 	}
+	if s.NetworkRevision > 0 {
+		p.NetworkRevision, p.NetworkRules = s.NetworkRevision, &opendsecv1.NetworkRules{Rules: s.NetworkRules}
+	}
 	return p
 }
 

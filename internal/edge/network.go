@@ -118,12 +118,14 @@ func (b *box) guarded() *netgate.Guard {
 	return b.spell.guard
 }
 
-// updateNetwork replaces a box's rules. The journal has them first: what a
-// killed edge had not put in force then the next one does.
-func (e *Edge) updateNetwork(b *box, rules map[string]bool) error {
+// updateNetwork replaces a box's rules and returns the number of this change.
+// Calls at the same time, of whichever server, have their order here. The journal
+// has the rules first: what a killed edge had not put in force then the next one
+// does.
+func (e *Edge) updateNetwork(b *box, rules map[string]bool) (revision int64, err error) {
 	policy, err := parseRules(rules)
 	if err != nil {
-		return err
+		return 0, err
 	}
 	b.netting.Lock()
 	defer b.netting.Unlock()
@@ -135,20 +137,26 @@ func (e *Edge) updateNetwork(b *box, rules map[string]bool) error {
 	}
 	b.mu.Unlock()
 	if end != nil {
-		return endedFault(b.id, *end)
+		return 0, endedFault(b.id, *end)
 	}
 	if sp != nil && slot != nil && b.guarded() == nil && opens(rules) && slot.NetNS != "" && e.deps.Gate != nil {
 		if err := e.networkLocked(b, sp, *slot); err != nil {
-			return err
+			return 0, err
 		}
 	}
-	if err := e.record(b, sync, func(entry *journal.Entry) { entry.Spec.NetworkRules = rules }); err != nil {
-		return outOfDisk(err)
+	err = e.record(b, sync, func(entry *journal.Entry) {
+		entry.Spec.NetworkRules = rules
+		entry.NetworkRevision++
+		revision = entry.NetworkRevision
+	})
+	if err != nil {
+		return 0, outOfDisk(err)
 	}
+	e.publish(b.status())
 	if guard := b.guarded(); guard != nil {
-		return guard.SetPolicy(policy)
+		err = guard.SetPolicy(policy)
 	}
-	return nil
+	return revision, err
 }
 
 // explain says whether a box may reach something.

@@ -3,6 +3,7 @@ package edge
 import (
 	"context"
 	"errors"
+	"maps"
 	"strings"
 	"testing"
 
@@ -75,10 +76,15 @@ func TestNetworkOfPausedSandbox(t *testing.T) {
 	if _, err := n.pauseID(id); err != nil {
 		t.Fatal(err)
 	}
+	changes := int64(0)
 	for allow, rules := range map[bool]map[string]bool{false: {}, true: {"example.com": true}} {
-		_, err := n.client.UpdateNetwork(t.Context(), connect.NewRequest(&edgev1.UpdateNetworkRequest{Id: string(id), NetworkRules: rules}))
-		if err != nil {
-			t.Fatal(err)
+		changed, err := n.client.UpdateNetwork(t.Context(), connect.NewRequest(&edgev1.UpdateNetworkRequest{Id: string(id), NetworkRules: rules}))
+		if changes++; err != nil || changed.Msg.GetRevision() != changes {
+			t.Fatalf("change %d: %v, %v", changes, changed, err)
+		}
+		told, err := n.client.GetSandbox(t.Context(), connect.NewRequest(&edgev1.GetSandboxRequest{Id: string(id)}))
+		if s := told.Msg.GetStatus(); err != nil || s.GetNetworkRevision() != changes || !maps.Equal(s.GetNetworkRules().GetRules(), rules) {
+			t.Errorf("after change %d it says %v, %v", changes, s, err)
 		}
 		res, err := n.client.ExplainNetwork(t.Context(), connect.NewRequest(&edgev1.ExplainNetworkRequest{Id: string(id), Target: "example.com:443"}))
 		if err != nil || res.Msg.GetDecision().GetAllow() != allow {

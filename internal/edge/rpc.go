@@ -161,10 +161,11 @@ func (s service) UpdateNetwork(_ context.Context, req *connect.Request[edgev1.Up
 	if err != nil {
 		return nil, err
 	}
-	if err := s.e.updateNetwork(b, req.Msg.GetNetworkRules()); err != nil {
+	revision, err := s.e.updateNetwork(b, req.Msg.GetNetworkRules())
+	if err != nil {
 		return nil, err
 	}
-	return connect.NewResponse(&edgev1.UpdateNetworkResponse{}), nil
+	return connect.NewResponse(&edgev1.UpdateNetworkResponse{Revision: revision}), nil
 }
 
 func (s service) ExplainNetwork(_ context.Context, req *connect.Request[edgev1.ExplainNetworkRequest]) (*connect.Response[edgev1.ExplainNetworkResponse], error) {

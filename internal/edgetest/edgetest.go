@@ -381,19 +381,23 @@ func (s service) GetMetrics(_ context.Context, req *connect.Request[edgev1.GetMe
 	return connect.NewResponse(&edgev1.GetMetricsResponse{Metrics: &opendsecv1.Metrics{Time: timestamppb.Now(), Pids: 3}}), nil
 }
 
-// UpdateNetwork replaces the rules in what was asked for.
+// UpdateNetwork replaces the rules in what was asked for, and in what is told.
 func (s service) UpdateNetwork(_ context.Context, req *connect.Request[edgev1.UpdateNetworkRequest]) (*connect.Response[edgev1.UpdateNetworkResponse], error) {
 	if err := s.known(req.Msg.GetId()); err != nil {
 		return nil, err
 	}
 	s.e.mu.Lock()
 	defer s.e.mu.Unlock()
+	rules := &opendsecv1.NetworkRules{Rules: req.Msg.GetNetworkRules()}
 	if asked := s.e.requests[sandbox.ID(req.Msg.GetId())]; asked != nil {
 		changed := proto.CloneOf(asked)
-		changed.Spec.NetworkRules = &opendsecv1.NetworkRules{Rules: req.Msg.GetNetworkRules()}
+		changed.Spec.NetworkRules = rules
 		s.e.requests[sandbox.ID(req.Msg.GetId())] = changed
 	}
-	return connect.NewResponse(&edgev1.UpdateNetworkResponse{}), nil
+	status := proto.CloneOf(s.e.boxes[sandbox.ID(req.Msg.GetId())])
+	status.NetworkRevision, status.NetworkRules = status.GetNetworkRevision()+1, rules
+	s.e.putLocked(status)
+	return connect.NewResponse(&edgev1.UpdateNetworkResponse{Revision: status.GetNetworkRevision()}), nil
 }
 
 // ExplainNetwork denies all.

@@ -145,7 +145,10 @@ type Sandbox struct {
 	PausedAt    time.Time     // zero unless it is paused, or being woken
 	PausedFor   time.Duration // how long it was paused before, in all
 	End         *End          // nil while it lives
-	Version     int64         // counts changes; the store compares it
+	// NetworkRevision is the number that the node gave to the change which
+	// brought Spec.NetworkRules; 0 when they are as at the start.
+	NetworkRevision int64
+	Version         int64 // counts changes; the store compares it
 }
 
 // Holds returns what a living sandbox counts for in placement. A paused one
@@ -217,6 +220,15 @@ func (s *Sandbox) knows(state State, pausedFor time.Duration) bool {
 		return inPause
 	}
 	return inPause || s.State == Running && s.PausedAt.IsZero()
+}
+
+// FollowRules takes over the network rules that the sandbox's node has, which
+// counts their changes. Rules older than those that are recorded, as word of two
+// changes at once may come late, change nothing.
+func (s *Sandbox) FollowRules(rules map[string]bool, revision int64) {
+	if revision > s.NetworkRevision {
+		s.Spec.NetworkRules, s.NetworkRevision = rules, revision
+	}
 }
 
 // MoveTo changes the state, if the table of transitions allows it. Moving to

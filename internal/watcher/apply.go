@@ -64,10 +64,11 @@ func upToDate(sb *sandbox.Sandbox, m machine) bool {
 	}
 	next := *sb
 	err := update(&next, m)
-	return err == nil && next.State == sb.State && next.PausedAt.Equal(sb.PausedAt) && next.PausedFor == sb.PausedFor
+	return err == nil && next.State == sb.State && next.PausedAt.Equal(sb.PausedAt) && next.PausedFor == sb.PausedFor && next.NetworkRevision == sb.NetworkRevision
 }
 
-// update takes a node's word over into a record. It moves a record to Running,
+// update takes a node's word over into a record: its network rules, if they are
+// newer, and how it is. It moves a record to Running,
 // Paused or Stopping, or ends it; other states are the API's to record. A
 // record is not led back by word that is older than it, and one that the API is
 // waking does not follow word of the pause from which it is woken: insist sees
@@ -79,6 +80,7 @@ func update(sb *sandbox.Sandbox, m machine) error {
 	if m.backend != "" {
 		sb.Spec.Backend = m.backend
 	}
+	sb.FollowRules(m.rules, m.revision)
 	switch {
 	case m.end != nil:
 		return sb.Finish(*m.end)

@@ -26,6 +26,9 @@ type machine struct {
 	pausedAt  time.Time     // zero while it is not paused
 	pausedFor time.Duration // how long it was paused before
 	end       *sandbox.End  // set once it is removed
+
+	rules    map[string]bool // of its network, once they were changed
+	revision int64           // how often they were
 }
 
 // view is what a node has said of itself.
@@ -130,6 +133,7 @@ func machineFromProto(p *edgev1.SandboxStatus) machine {
 	m := machine{
 		id: sandbox.ID(p.GetId()), state: fault.StateFromProto(p.GetState()), backend: sandbox.Backend(p.GetBackend()),
 		pausedFor: p.GetPausedFor().AsDuration(),
+		rules:     p.GetNetworkRules().GetRules(), revision: p.GetNetworkRevision(),
 	}
 	if p.GetStartedAt() != nil {
 		m.startedAt = p.GetStartedAt().AsTime()

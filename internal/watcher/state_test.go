@@ -3,6 +3,7 @@ package watcher
 import (
 	"context"
 	"errors"
+	"fmt"
 	"slices"
 	"testing"
 	"time"
@@ -11,6 +12,7 @@ import (
 	"google.golang.org/protobuf/types/known/timestamppb"
 
 	edgev1 "github.com/kernflux/opendsec/api/gen/edge/v1"
+	opendsecv1 "github.com/kernflux/opendsec/api/gen/opendsec/v1"
 	"github.com/kernflux/opendsec/internal/edgetest"
 	"github.com/kernflux/opendsec/internal/fault"
 	"github.com/kernflux/opendsec/internal/sandbox"
@@ -49,6 +51,29 @@ func (b *bench) stays(id sandbox.ID, state sandbox.State, after time.Duration) {
 	b.pass(after)
 	if sb := b.get(id); sb.State != state {
 		b.t.Errorf("it is recorded as %s since %v, %v before; want %s", sb.State, sb.PausedAt, sb.PausedFor, state)
+	}
+}
+
+// A change of network rules that its server did not record is taken over, and one
+// that is older than what is recorded is not.
+func TestNetworkRulesAreFollowed(t *testing.T) {
+	b := newBench(t, "a")
+	id := b.record("a", sandbox.Running, func(sb *sandbox.Sandbox) {
+		sb.Spec.NetworkRules, sb.NetworkRevision = map[string]bool{"first.example": true}, 3
+	})
+	for _, step := range []struct {
+		revision int64
+		want     string
+	}{{2, "first.example"}, {4, "n4.example"}, {3, "n4.example"}} {
+		b.edges[0].Put(&edgev1.SandboxStatus{
+			Id: string(id), Project: "root/demo", Backend: "gvisor", State: fault.StateToProto(sandbox.Running), NetworkRevision: step.revision,
+			NetworkRules: &opendsecv1.NetworkRules{Rules: map[string]bool{fmt.Sprintf("n%d.example", step.revision): true}},
+		})
+		b.eventually("the edge's word is heard", func() bool { return b.nodes[0].look().machines[id].revision == step.revision })
+		b.pass(time.Second)
+		if sb := b.get(id); len(sb.Spec.NetworkRules) != 1 || !sb.Spec.NetworkRules[step.want] {
+			t.Errorf("after change %d the record has %v", step.revision, sb.Spec.NetworkRules)
+		}
 	}
 }
 

@@ -52,6 +52,8 @@ type Entry struct {
 	// Saved is the state of a paused sandbox that has no machine; its files are
 	// in SavedDir.
 	Saved *backend.Snapshot `json:"saved,omitempty"`
+	// NetworkRevision counts the changes of Spec.NetworkRules.
+	NetworkRevision int64 `json:"network_revision,omitempty"`
 	// Pins are what names have led the sandbox to lately.
 	Pins []netgate.Pin `json:"pins,omitempty"`
 	End  *sandbox.End  `json:"end,omitempty"`

@@ -19,12 +19,15 @@ func testPauses(t *testing.T, db *store.DB) {
 	create(t, db, sb)
 	paused := update(t, db, sb.ID, func(sb *sandbox.Sandbox) {
 		sb.Parent = "sb-another00000" // it cannot be changed
+		sb.FollowRules(map[string]bool{"pypi": true}, 2)
+		sb.FollowRules(nil, 1) // older
 		if err := sb.Follow(sandbox.Paused, start.Add(time.Minute+789), 2*time.Second+789); err != nil {
 			t.Error(err)
 		}
 	})
 	want := *sb
 	want.State, want.Version = sandbox.Paused, 2
+	want.Spec.NetworkRules, want.NetworkRevision = map[string]bool{"pypi": true}, 2
 	want.PausedAt, want.PausedFor = start.Add(time.Minute), 2*time.Second
 	diff(t, "what pausing returned", paused, &want)
 	got, err := db.GetSandbox(t.Context(), sb.ID)

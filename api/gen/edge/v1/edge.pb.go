@@ -173,7 +173,12 @@ type SandboxStatus struct {
 	// When it was paused; absent while it is not.
 	PausedAt *timestamppb.Timestamp `protobuf:"bytes,7,opt,name=paused_at,json=pausedAt,proto3" json:"paused_at,omitempty"`
 	// How long it was paused before, in all.
-	PausedFor     *durationpb.Duration `protobuf:"bytes,8,opt,name=paused_for,json=pausedFor,proto3" json:"paused_for,omitempty"`
+	PausedFor *durationpb.Duration `protobuf:"bytes,8,opt,name=paused_for,json=pausedFor,proto3" json:"paused_for,omitempty"`
+	// How often its network rules were changed, 0 for never. Of two reports the one
+	// with the higher number has the newer rules.
+	NetworkRevision int64 `protobuf:"varint,9,opt,name=network_revision,json=networkRevision,proto3" json:"network_revision,omitempty"`
+	// Its network rules; absent while the revision is 0.
+	NetworkRules  *v1.NetworkRules `protobuf:"bytes,10,opt,name=network_rules,json=networkRules,proto3" json:"network_rules,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -260,6 +265,20 @@ func (x *SandboxStatus) GetPausedAt() *timestamppb.Timestamp {
 func (x *SandboxStatus) GetPausedFor() *durationpb.Duration {
 	if x != nil {
 		return x.PausedFor
+	}
+	return nil
+}
+
+func (x *SandboxStatus) GetNetworkRevision() int64 {
+	if x != nil {
+		return x.NetworkRevision
+	}
+	return 0
+}
+
+func (x *SandboxStatus) GetNetworkRules() *v1.NetworkRules {
+	if x != nil {
+		return x.NetworkRules
 	}
 	return nil
 }
@@ -1178,9 +1197,12 @@ func (x *UpdateNetworkRequest) GetNetworkRules() map[string]bool {
 	return nil
 }
 
-// UpdateNetworkResponse is empty.
+// UpdateNetworkResponse says when it was this change's turn.
 type UpdateNetworkResponse struct {
-	state         protoimpl.MessageState `protogen:"open.v1"`
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// The number of this change of the sandbox's rules, from 1 on. The rules with
+	// the highest number are in force.
+	Revision      int64 `protobuf:"varint,1,opt,name=revision,proto3" json:"revision,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -1213,6 +1235,13 @@ func (x *UpdateNetworkResponse) ProtoReflect() protoreflect.Message {
 // Deprecated: Use UpdateNetworkResponse.ProtoReflect.Descriptor instead.
 func (*UpdateNetworkResponse) Descriptor() ([]byte, []int) {
 	return file_edge_v1_edge_proto_rawDescGZIP(), []int{21}
+}
+
+func (x *UpdateNetworkResponse) GetRevision() int64 {
+	if x != nil {
+		return x.Revision
+	}
+	return 0
 }
 
 // ExplainNetworkRequest asks whether something may be reached.
@@ -2119,7 +2148,7 @@ var File_edge_v1_edge_proto protoreflect.FileDescriptor
 
 const file_edge_v1_edge_proto_rawDesc = "" +
 	"\n" +
-	"\x12edge/v1/edge.proto\x12\aedge.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x17opendsec/v1/admin.proto\x1a\x17opendsec/v1/image.proto\x1a\x19opendsec/v1/sandbox.proto\"\xcc\x01\n" +
+	"\x12edge/v1/edge.proto\x12\aedge.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x17opendsec/v1/admin.proto\x1a\x17opendsec/v1/image.proto\x1a\x19opendsec/v1/network.proto\x1a\x19opendsec/v1/sandbox.proto\"\xcc\x01\n" +
 	"\x14CreateSandboxRequest\x12\x0e\n" +
 	"\x02id\x18\x01 \x01(\tR\x02id\x12\x18\n" +
 	"\aproject\x18\x02 \x01(\tR\aproject\x12,\n" +
@@ -2128,7 +2157,7 @@ const file_edge_v1_edge_proto_rawDesc = "" +
 	"\n" +
 	"created_at\x18\x05 \x01(\v2\x1a.google.protobuf.TimestampR\tcreatedAt\"G\n" +
 	"\x15CreateSandboxResponse\x12.\n" +
-	"\x06status\x18\x01 \x01(\v2\x16.edge.v1.SandboxStatusR\x06status\"\xcf\x02\n" +
+	"\x06status\x18\x01 \x01(\v2\x16.edge.v1.SandboxStatusR\x06status\"\xba\x03\n" +
 	"\rSandboxStatus\x12\x0e\n" +
 	"\x02id\x18\x01 \x01(\tR\x02id\x12(\n" +
 	"\x05state\x18\x02 \x01(\x0e2\x12.opendsec.v1.StateR\x05state\x12\x18\n" +
@@ -2139,7 +2168,10 @@ const file_edge_v1_edge_proto_rawDesc = "" +
 	"\aproject\x18\x06 \x01(\tR\aproject\x127\n" +
 	"\tpaused_at\x18\a \x01(\v2\x1a.google.protobuf.TimestampR\bpausedAt\x128\n" +
 	"\n" +
-	"paused_for\x18\b \x01(\v2\x19.google.protobuf.DurationR\tpausedFor\"%\n" +
+	"paused_for\x18\b \x01(\v2\x19.google.protobuf.DurationR\tpausedFor\x12)\n" +
+	"\x10network_revision\x18\t \x01(\x03R\x0fnetworkRevision\x12>\n" +
+	"\rnetwork_rules\x18\n" +
+	" \x01(\v2\x19.opendsec.v1.NetworkRulesR\fnetworkRules\"%\n" +
 	"\x13PauseSandboxRequest\x12\x0e\n" +
 	"\x02id\x18\x01 \x01(\tR\x02id\"F\n" +
 	"\x14PauseSandboxResponse\x12.\n" +
@@ -2188,8 +2220,9 @@ const file_edge_v1_edge_proto_rawDesc = "" +
 	"\rnetwork_rules\x18\x02 \x03(\v2/.edge.v1.UpdateNetworkRequest.NetworkRulesEntryR\fnetworkRules\x1a?\n" +
 	"\x11NetworkRulesEntry\x12\x10\n" +
 	"\x03key\x18\x01 \x01(\tR\x03key\x12\x14\n" +
-	"\x05value\x18\x02 \x01(\bR\x05value:\x028\x01\"\x17\n" +
-	"\x15UpdateNetworkResponse\"?\n" +
+	"\x05value\x18\x02 \x01(\bR\x05value:\x028\x01\"3\n" +
+	"\x15UpdateNetworkResponse\x12\x1a\n" +
+	"\brevision\x18\x01 \x01(\x03R\brevision\"?\n" +
 	"\x15ExplainNetworkRequest\x12\x0e\n" +
 	"\x02id\x18\x01 \x01(\tR\x02id\x12\x16\n" +
 	"\x06target\x18\x02 \x01(\tR\x06target\"R\n" +
@@ -2319,17 +2352,18 @@ var file_edge_v1_edge_proto_goTypes = []any{
 	(v1.State)(0),                    // 43: opendsec.v1.State
 	(*v1.End)(nil),                   // 44: opendsec.v1.End
 	(*durationpb.Duration)(nil),      // 45: google.protobuf.Duration
-	(*v1.ErrorInfo)(nil),             // 46: opendsec.v1.ErrorInfo
-	(*v1.Image)(nil),                 // 47: opendsec.v1.Image
-	(*v1.NetworkDecision)(nil),       // 48: opendsec.v1.NetworkDecision
-	(*v1.Denial)(nil),                // 49: opendsec.v1.Denial
-	(*v1.Metrics)(nil),               // 50: opendsec.v1.Metrics
-	(*v1.NodeBackend)(nil),           // 51: opendsec.v1.NodeBackend
-	(*v1.Resources)(nil),             // 52: opendsec.v1.Resources
-	(*v1.ImportImageRequest)(nil),    // 53: opendsec.v1.ImportImageRequest
-	(*v1.BootstrapImageRequest)(nil), // 54: opendsec.v1.BootstrapImageRequest
-	(*v1.ImportImageResponse)(nil),   // 55: opendsec.v1.ImportImageResponse
-	(*v1.Leak)(nil),                  // 56: opendsec.v1.Leak
+	(*v1.NetworkRules)(nil),          // 46: opendsec.v1.NetworkRules
+	(*v1.ErrorInfo)(nil),             // 47: opendsec.v1.ErrorInfo
+	(*v1.Image)(nil),                 // 48: opendsec.v1.Image
+	(*v1.NetworkDecision)(nil),       // 49: opendsec.v1.NetworkDecision
+	(*v1.Denial)(nil),                // 50: opendsec.v1.Denial
+	(*v1.Metrics)(nil),               // 51: opendsec.v1.Metrics
+	(*v1.NodeBackend)(nil),           // 52: opendsec.v1.NodeBackend
+	(*v1.Resources)(nil),             // 53: opendsec.v1.Resources
+	(*v1.ImportImageRequest)(nil),    // 54: opendsec.v1.ImportImageRequest
+	(*v1.BootstrapImageRequest)(nil), // 55: opendsec.v1.BootstrapImageRequest
+	(*v1.ImportImageResponse)(nil),   // 56: opendsec.v1.ImportImageResponse
+	(*v1.Leak)(nil),                  // 57: opendsec.v1.Leak
 }
 var file_edge_v1_edge_proto_depIdxs = []int32{
 	41, // 0: edge.v1.CreateSandboxRequest.spec:type_name -> opendsec.v1.SandboxSpec
@@ -2340,73 +2374,74 @@ var file_edge_v1_edge_proto_depIdxs = []int32{
 	44, // 5: edge.v1.SandboxStatus.end:type_name -> opendsec.v1.End
 	42, // 6: edge.v1.SandboxStatus.paused_at:type_name -> google.protobuf.Timestamp
 	45, // 7: edge.v1.SandboxStatus.paused_for:type_name -> google.protobuf.Duration
-	2,  // 8: edge.v1.PauseSandboxResponse.status:type_name -> edge.v1.SandboxStatus
-	2,  // 9: edge.v1.ResumeSandboxResponse.status:type_name -> edge.v1.SandboxStatus
-	0,  // 10: edge.v1.ForkSandboxRequest.children:type_name -> edge.v1.CreateSandboxRequest
-	9,  // 11: edge.v1.ForkSandboxResponse.results:type_name -> edge.v1.ForkResult
-	2,  // 12: edge.v1.ForkResult.status:type_name -> edge.v1.SandboxStatus
-	46, // 13: edge.v1.ForkResult.error:type_name -> opendsec.v1.ErrorInfo
-	47, // 14: edge.v1.SnapshotSandboxResponse.image:type_name -> opendsec.v1.Image
-	44, // 15: edge.v1.DestroySandboxRequest.end:type_name -> opendsec.v1.End
-	2,  // 16: edge.v1.DestroySandboxResponse.status:type_name -> edge.v1.SandboxStatus
-	2,  // 17: edge.v1.GetSandboxResponse.status:type_name -> edge.v1.SandboxStatus
-	45, // 18: edge.v1.SetDeadlinesRequest.ttl_running_stop:type_name -> google.protobuf.Duration
-	45, // 19: edge.v1.SetDeadlinesRequest.ttl_lifetime:type_name -> google.protobuf.Duration
-	40, // 20: edge.v1.UpdateNetworkRequest.network_rules:type_name -> edge.v1.UpdateNetworkRequest.NetworkRulesEntry
-	48, // 21: edge.v1.ExplainNetworkResponse.decision:type_name -> opendsec.v1.NetworkDecision
-	49, // 22: edge.v1.ListDeniedResponse.denials:type_name -> opendsec.v1.Denial
-	50, // 23: edge.v1.GetMetricsResponse.metrics:type_name -> opendsec.v1.Metrics
-	30, // 24: edge.v1.WatchResponse.node:type_name -> edge.v1.NodeReport
-	2,  // 25: edge.v1.WatchResponse.sandboxes:type_name -> edge.v1.SandboxStatus
-	51, // 26: edge.v1.NodeReport.backends:type_name -> opendsec.v1.NodeBackend
-	52, // 27: edge.v1.NodeReport.capacity:type_name -> opendsec.v1.Resources
-	53, // 28: edge.v1.ImportImageRequest.request:type_name -> opendsec.v1.ImportImageRequest
-	54, // 29: edge.v1.BootstrapImageRequest.request:type_name -> opendsec.v1.BootstrapImageRequest
-	55, // 30: edge.v1.ImportImageResponse.progress:type_name -> opendsec.v1.ImportImageResponse
-	56, // 31: edge.v1.FindLeaksResponse.leaks:type_name -> opendsec.v1.Leak
-	0,  // 32: edge.v1.Edge.CreateSandbox:input_type -> edge.v1.CreateSandboxRequest
-	12, // 33: edge.v1.Edge.DestroySandbox:input_type -> edge.v1.DestroySandboxRequest
-	14, // 34: edge.v1.Edge.GetSandbox:input_type -> edge.v1.GetSandboxRequest
-	16, // 35: edge.v1.Edge.SetDeadlines:input_type -> edge.v1.SetDeadlinesRequest
-	18, // 36: edge.v1.Edge.Touch:input_type -> edge.v1.TouchRequest
-	26, // 37: edge.v1.Edge.GetMetrics:input_type -> edge.v1.GetMetricsRequest
-	28, // 38: edge.v1.Edge.Watch:input_type -> edge.v1.WatchRequest
-	31, // 39: edge.v1.Edge.ForgetEnded:input_type -> edge.v1.ForgetEndedRequest
-	33, // 40: edge.v1.Edge.ImportImage:input_type -> edge.v1.ImportImageRequest
-	34, // 41: edge.v1.Edge.BootstrapImage:input_type -> edge.v1.BootstrapImageRequest
-	3,  // 42: edge.v1.Edge.PauseSandbox:input_type -> edge.v1.PauseSandboxRequest
-	5,  // 43: edge.v1.Edge.ResumeSandbox:input_type -> edge.v1.ResumeSandboxRequest
-	7,  // 44: edge.v1.Edge.ForkSandbox:input_type -> edge.v1.ForkSandboxRequest
-	10, // 45: edge.v1.Edge.SnapshotSandbox:input_type -> edge.v1.SnapshotSandboxRequest
-	36, // 46: edge.v1.Edge.DeleteImage:input_type -> edge.v1.DeleteImageRequest
-	20, // 47: edge.v1.Edge.UpdateNetwork:input_type -> edge.v1.UpdateNetworkRequest
-	22, // 48: edge.v1.Edge.ExplainNetwork:input_type -> edge.v1.ExplainNetworkRequest
-	24, // 49: edge.v1.Edge.ListDenied:input_type -> edge.v1.ListDeniedRequest
-	38, // 50: edge.v1.Edge.FindLeaks:input_type -> edge.v1.FindLeaksRequest
-	1,  // 51: edge.v1.Edge.CreateSandbox:output_type -> edge.v1.CreateSandboxResponse
-	13, // 52: edge.v1.Edge.DestroySandbox:output_type -> edge.v1.DestroySandboxResponse
-	15, // 53: edge.v1.Edge.GetSandbox:output_type -> edge.v1.GetSandboxResponse
-	17, // 54: edge.v1.Edge.SetDeadlines:output_type -> edge.v1.SetDeadlinesResponse
-	19, // 55: edge.v1.Edge.Touch:output_type -> edge.v1.TouchResponse
-	27, // 56: edge.v1.Edge.GetMetrics:output_type -> edge.v1.GetMetricsResponse
-	29, // 57: edge.v1.Edge.Watch:output_type -> edge.v1.WatchResponse
-	32, // 58: edge.v1.Edge.ForgetEnded:output_type -> edge.v1.ForgetEndedResponse
-	35, // 59: edge.v1.Edge.ImportImage:output_type -> edge.v1.ImportImageResponse
-	35, // 60: edge.v1.Edge.BootstrapImage:output_type -> edge.v1.ImportImageResponse
-	4,  // 61: edge.v1.Edge.PauseSandbox:output_type -> edge.v1.PauseSandboxResponse
-	6,  // 62: edge.v1.Edge.ResumeSandbox:output_type -> edge.v1.ResumeSandboxResponse
-	8,  // 63: edge.v1.Edge.ForkSandbox:output_type -> edge.v1.ForkSandboxResponse
-	11, // 64: edge.v1.Edge.SnapshotSandbox:output_type -> edge.v1.SnapshotSandboxResponse
-	37, // 65: edge.v1.Edge.DeleteImage:output_type -> edge.v1.DeleteImageResponse
-	21, // 66: edge.v1.Edge.UpdateNetwork:output_type -> edge.v1.UpdateNetworkResponse
-	23, // 67: edge.v1.Edge.ExplainNetwork:output_type -> edge.v1.ExplainNetworkResponse
-	25, // 68: edge.v1.Edge.ListDenied:output_type -> edge.v1.ListDeniedResponse
-	39, // 69: edge.v1.Edge.FindLeaks:output_type -> edge.v1.FindLeaksResponse
-	51, // [51:70] is the sub-list for method output_type
-	32, // [32:51] is the sub-list for method input_type
-	32, // [32:32] is the sub-list for extension type_name
-	32, // [32:32] is the sub-list for extension extendee
-	0,  // [0:32] is the sub-list for field type_name
+	46, // 8: edge.v1.SandboxStatus.network_rules:type_name -> opendsec.v1.NetworkRules
+	2,  // 9: edge.v1.PauseSandboxResponse.status:type_name -> edge.v1.SandboxStatus
+	2,  // 10: edge.v1.ResumeSandboxResponse.status:type_name -> edge.v1.SandboxStatus
+	0,  // 11: edge.v1.ForkSandboxRequest.children:type_name -> edge.v1.CreateSandboxRequest
+	9,  // 12: edge.v1.ForkSandboxResponse.results:type_name -> edge.v1.ForkResult
+	2,  // 13: edge.v1.ForkResult.status:type_name -> edge.v1.SandboxStatus
+	47, // 14: edge.v1.ForkResult.error:type_name -> opendsec.v1.ErrorInfo
+	48, // 15: edge.v1.SnapshotSandboxResponse.image:type_name -> opendsec.v1.Image
+	44, // 16: edge.v1.DestroySandboxRequest.end:type_name -> opendsec.v1.End
+	2,  // 17: edge.v1.DestroySandboxResponse.status:type_name -> edge.v1.SandboxStatus
+	2,  // 18: edge.v1.GetSandboxResponse.status:type_name -> edge.v1.SandboxStatus
+	45, // 19: edge.v1.SetDeadlinesRequest.ttl_running_stop:type_name -> google.protobuf.Duration
+	45, // 20: edge.v1.SetDeadlinesRequest.ttl_lifetime:type_name -> google.protobuf.Duration
+	40, // 21: edge.v1.UpdateNetworkRequest.network_rules:type_name -> edge.v1.UpdateNetworkRequest.NetworkRulesEntry
+	49, // 22: edge.v1.ExplainNetworkResponse.decision:type_name -> opendsec.v1.NetworkDecision
+	50, // 23: edge.v1.ListDeniedResponse.denials:type_name -> opendsec.v1.Denial
+	51, // 24: edge.v1.GetMetricsResponse.metrics:type_name -> opendsec.v1.Metrics
+	30, // 25: edge.v1.WatchResponse.node:type_name -> edge.v1.NodeReport
+	2,  // 26: edge.v1.WatchResponse.sandboxes:type_name -> edge.v1.SandboxStatus
+	52, // 27: edge.v1.NodeReport.backends:type_name -> opendsec.v1.NodeBackend
+	53, // 28: edge.v1.NodeReport.capacity:type_name -> opendsec.v1.Resources
+	54, // 29: edge.v1.ImportImageRequest.request:type_name -> opendsec.v1.ImportImageRequest
+	55, // 30: edge.v1.BootstrapImageRequest.request:type_name -> opendsec.v1.BootstrapImageRequest
+	56, // 31: edge.v1.ImportImageResponse.progress:type_name -> opendsec.v1.ImportImageResponse
+	57, // 32: edge.v1.FindLeaksResponse.leaks:type_name -> opendsec.v1.Leak
+	0,  // 33: edge.v1.Edge.CreateSandbox:input_type -> edge.v1.CreateSandboxRequest
+	12, // 34: edge.v1.Edge.DestroySandbox:input_type -> edge.v1.DestroySandboxRequest
+	14, // 35: edge.v1.Edge.GetSandbox:input_type -> edge.v1.GetSandboxRequest
+	16, // 36: edge.v1.Edge.SetDeadlines:input_type -> edge.v1.SetDeadlinesRequest
+	18, // 37: edge.v1.Edge.Touch:input_type -> edge.v1.TouchRequest
+	26, // 38: edge.v1.Edge.GetMetrics:input_type -> edge.v1.GetMetricsRequest
+	28, // 39: edge.v1.Edge.Watch:input_type -> edge.v1.WatchRequest
+	31, // 40: edge.v1.Edge.ForgetEnded:input_type -> edge.v1.ForgetEndedRequest
+	33, // 41: edge.v1.Edge.ImportImage:input_type -> edge.v1.ImportImageRequest
+	34, // 42: edge.v1.Edge.BootstrapImage:input_type -> edge.v1.BootstrapImageRequest
+	3,  // 43: edge.v1.Edge.PauseSandbox:input_type -> edge.v1.PauseSandboxRequest
+	5,  // 44: edge.v1.Edge.ResumeSandbox:input_type -> edge.v1.ResumeSandboxRequest
+	7,  // 45: edge.v1.Edge.ForkSandbox:input_type -> edge.v1.ForkSandboxRequest
+	10, // 46: edge.v1.Edge.SnapshotSandbox:input_type -> edge.v1.SnapshotSandboxRequest
+	36, // 47: edge.v1.Edge.DeleteImage:input_type -> edge.v1.DeleteImageRequest
+	20, // 48: edge.v1.Edge.UpdateNetwork:input_type -> edge.v1.UpdateNetworkRequest
+	22, // 49: edge.v1.Edge.ExplainNetwork:input_type -> edge.v1.ExplainNetworkRequest
+	24, // 50: edge.v1.Edge.ListDenied:input_type -> edge.v1.ListDeniedRequest
+	38, // 51: edge.v1.Edge.FindLeaks:input_type -> edge.v1.FindLeaksRequest
+	1,  // 52: edge.v1.Edge.CreateSandbox:output_type -> edge.v1.CreateSandboxResponse
+	13, // 53: edge.v1.Edge.DestroySandbox:output_type -> edge.v1.DestroySandboxResponse
+	15, // 54: edge.v1.Edge.GetSandbox:output_type -> edge.v1.GetSandboxResponse
+	17, // 55: edge.v1.Edge.SetDeadlines:output_type -> edge.v1.SetDeadlinesResponse
+	19, // 56: edge.v1.Edge.Touch:output_type -> edge.v1.TouchResponse
+	27, // 57: edge.v1.Edge.GetMetrics:output_type -> edge.v1.GetMetricsResponse
+	29, // 58: edge.v1.Edge.Watch:output_type -> edge.v1.WatchResponse
+	32, // 59: edge.v1.Edge.ForgetEnded:output_type -> edge.v1.ForgetEndedResponse
+	35, // 60: edge.v1.Edge.ImportImage:output_type -> edge.v1.ImportImageResponse
+	35, // 61: edge.v1.Edge.BootstrapImage:output_type -> edge.v1.ImportImageResponse
+	4,  // 62: edge.v1.Edge.PauseSandbox:output_type -> edge.v1.PauseSandboxResponse
+	6,  // 63: edge.v1.Edge.ResumeSandbox:output_type -> edge.v1.ResumeSandboxResponse
+	8,  // 64: edge.v1.Edge.ForkSandbox:output_type -> edge.v1.ForkSandboxResponse
+	11, // 65: edge.v1.Edge.SnapshotSandbox:output_type -> edge.v1.SnapshotSandboxResponse
+	37, // 66: edge.v1.Edge.DeleteImage:output_type -> edge.v1.DeleteImageResponse
+	21, // 67: edge.v1.Edge.UpdateNetwork:output_type -> edge.v1.UpdateNetworkResponse
+	23, // 68: edge.v1.Edge.ExplainNetwork:output_type -> edge.v1.ExplainNetworkResponse
+	25, // 69: edge.v1.Edge.ListDenied:output_type -> edge.v1.ListDeniedResponse
+	39, // 70: edge.v1.Edge.FindLeaks:output_type -> edge.v1.FindLeaksResponse
+	52, // [52:71] is the sub-list for method output_type
+	33, // [33:52] is the sub-list for method input_type
+	33, // [33:33] is the sub-list for extension type_name
+	33, // [33:33] is the sub-list for extension extendee
+	0,  // [0:33] is the sub-list for field type_name
 }
 
 func init() { file_edge_v1_edge_proto_init() }
