@@ -3,7 +3,6 @@ package netgate
 import (
 	"context"
 	"fmt"
-	"io"
 	"net"
 	"slices"
 	"sync"
@@ -87,64 +86,6 @@ func BenchmarkDNS(b *testing.B) {
 	}
 	b.ReportMetric(float64(median(ours).Microseconds()), "µs/proxy")
 	b.ReportMetric(float64(median(theirs).Microseconds()), "µs/upstream")
-}
-
-// sink takes bytes and forgets them.
-func sink(l net.Listener) {
-	for {
-		c, err := l.Accept()
-		if err != nil {
-			return
-		}
-		go func() {
-			io.Copy(struct{ io.Writer }{io.Discard}, c)
-			c.Close()
-		}()
-	}
-}
-
-// push sends bytes for a while and returns how many there were in a second.
-func push(b testing.TB, c net.Conn, d time.Duration) float64 {
-	buf := make([]byte, 256<<10)
-	begin, n := time.Now(), 0
-	for time.Since(begin) < d {
-		m, err := c.Write(buf)
-		must(b, err)
-		n += m
-	}
-	return float64(n) / time.Since(begin).Seconds()
-}
-
-// BenchmarkThroughput compares a connection through the relay, with rules, with
-// one over the same pair of links that ends in the slot.
-func BenchmarkThroughput(b *testing.B) {
-	w := gatetest.New(b)
-	go sink(w.Listen(gatetest.Network + ":9000"))
-	gu := newGuest(b, newGate(b, Config{Limits: Limits{Bandwidth: 1e12}}))
-	// Past the guard, to a listener in the slot on the port that is for DNS,
-	// before there is one.
-	var l net.Listener
-	must(b, netslot.Inside(gu.slot, func() (err error) {
-		l, err = net.Listen("tcp4", gu.slot.GatewayIP+":53")
-		return err
-	}))
-	go sink(l)
-	bare, err := gu.dial("tcp", gu.slot.GatewayIP+":53")
-	must(b, err)
-	l.Close()
-	gu.open(map[string]bool{gatetest.Networks: true})
-	c, err := gu.dial("tcp", gatetest.Network+":9000")
-	must(b, err)
-	var relayed, direct []float64
-	for b.Loop() {
-		relayed = append(relayed, push(b, c, time.Second))
-		direct = append(direct, push(b, bare, time.Second))
-	}
-	slices.Sort(relayed)
-	slices.Sort(direct)
-	b.ReportMetric(relayed[len(relayed)/2]*8/1e9, "Gbit/s")
-	b.ReportMetric(direct[len(direct)/2]*8/1e9, "Gbit/s-to-the-slot")
-	b.ReportMetric(relayed[len(relayed)/2]/direct[len(direct)/2], "ratio")
 }
 
 // BenchmarkManySandboxes is the time of a round trip of one sandbox's, alone and

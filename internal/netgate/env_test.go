@@ -23,6 +23,9 @@ import (
 // TestMain runs the tests in a network namespace that stands for a node's, so
 // that they meet no other network.
 func TestMain(m *testing.M) {
+	if carries() {
+		return
+	}
 	const variable = "OPENDSEC_TEST_NODE"
 	if os.Getenv(variable) != "" {
 		os.Exit(m.Run())
@@ -79,7 +82,13 @@ func newGate(t testing.TB, cfg Config) *Gate {
 // newGuest makes a guest that nobody serves yet.
 func newGuest(t testing.TB, g *Gate) *guest {
 	t.Helper()
-	p := netslot.NewPool(slog.New(slog.DiscardHandler), backend.Prefix(t.TempDir()), 0, g.Furnish)
+	return newGuestIn(t, g, g.Furnish)
+}
+
+// newGuestIn makes a guest of a slot that further has made of a bare one.
+func newGuestIn(t testing.TB, g *Gate, further func(backend.Slot) error) *guest {
+	t.Helper()
+	p := netslot.NewPool(slog.New(slog.DiscardHandler), backend.Prefix(t.TempDir()), 0, further)
 	slot, err := p.Acquire(t.Context())
 	must(t, err)
 	t.Cleanup(func() { must(t, netslot.Remove(slot.Name)) })

@@ -166,7 +166,9 @@ def main() -> None:
             more, disk, sizes = measure_state(client, raw_runsc, opts.rounds)
             comparisons += more
         if opts.part in ("all", "network"):
-            comparisons += measure_network(client, opts.rounds)
+            more, faster = measure_network(client, opts.rounds)
+            comparisons += more
+            rates += faster
         if opts.part in ("all", "forks"):
             more, owned = measure_forks(client, raw_runsc, max(3, opts.rounds // 4))
             comparisons += more

@@ -31,6 +31,7 @@ import (
 type World struct {
 	t    testing.TB
 	slot backend.Slot
+	deaf func() // ends the look at packets
 
 	mu      sync.Mutex
 	foreign []Event // packets that no rule allows
@@ -234,8 +235,12 @@ func (w *World) sniff() {
 			}
 		}
 	}()
-	w.t.Cleanup(func() { f.Close(); <-done })
+	w.deaf = sync.OnceFunc(func() { f.Close(); <-done })
+	w.t.Cleanup(w.deaf)
 }
+
+// Deaf ends the look at packets, which copies them all: for what measures.
+func (w *World) Deaf() { w.deaf() }
 
 // judge words a frame that no rule allows, "" for one that is in order. What
 // the node's own kernel needs to find its neighbours is.
