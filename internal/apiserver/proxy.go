@@ -36,6 +36,7 @@ type route struct {
 	project sandbox.Project
 	node    *url.URL
 	end     *sandbox.End // it has ended
+	revoked []sandbox.RevokedURL
 	until   time.Time
 }
 
@@ -243,7 +244,7 @@ func (s *Server) route(ctx context.Context, id sandbox.ID) (route, error) {
 	if err != nil {
 		return route{}, err
 	}
-	rt := route{project: sb.Project, end: sb.End, until: now.Add(routeFresh)}
+	rt := route{project: sb.Project, end: sb.End, revoked: sb.RevokedURLs, until: now.Add(routeFresh)}
 	if sb.End == nil {
 		address, err := s.nodes.of(ctx, sb.Node)
 		if err != nil {

@@ -269,6 +269,13 @@ func (h sandboxRPC) GetURL(ctx context.Context, req *connect.Request[opendsecv1.
 	return connect.NewResponse(&opendsecv1.GetURLResponse{Url: made.address, ExpiresAt: timestamppb.New(made.expires)}), nil
 }
 
+func (h sandboxRPC) RevokeURL(ctx context.Context, req *connect.Request[opendsecv1.RevokeURLRequest]) (*connect.Response[opendsecv1.RevokeURLResponse], error) {
+	if err := h.s.revokeURL(ctx, req.Msg.GetId(), req.Msg.GetUrl()); err != nil {
+		return nil, err
+	}
+	return connect.NewResponse(&opendsecv1.RevokeURLResponse{}), nil
+}
+
 func (h sandboxRPC) snapshot(ctx context.Context, id, name string, filesOnly bool) (*opendsecv1.Image, error) {
 	m, err := h.s.snapshot(ctx, id, name, filesOnly)
 	if err != nil {

@@ -4,6 +4,8 @@ import (
 	"context"
 	"net"
 	"net/http"
+	"net/url"
+	"slices"
 	"strconv"
 	"sync"
 	"time"
@@ -13,6 +15,7 @@ import (
 	"github.com/kernflux/opendsec/internal/iam/role"
 	"github.com/kernflux/opendsec/internal/ingress"
 	"github.com/kernflux/opendsec/internal/rpc"
+	"github.com/kernflux/opendsec/internal/sandbox"
 	"github.com/kernflux/opendsec/internal/tunnel"
 )
 
@@ -85,12 +88,17 @@ func (u *urls) admit(w http.ResponseWriter, r *http.Request, v ingress.Visit) (d
 	if err != nil {
 		return false, err
 	}
-	if done, err = key.Admit(w, r, v, u.server.deps.Now()); done || err != nil {
+	by, done, err := key.Admit(w, r, v, u.server.deps.Now())
+	if done || err != nil {
 		return done, err
 	}
 	rt, err := u.server.route(r.Context(), v.Sandbox)
-	if err == nil && rt.end != nil {
+	switch {
+	case err != nil:
+	case rt.end != nil:
 		err = ended(v.Sandbox, *rt.end)
+	case slices.ContainsFunc(rt.revoked, func(r sandbox.RevokedURL) bool { return r.ID == by.ID }):
+		err = fault.New(fault.PermissionDenied, "this address of %s was revoked; ask for another with get_url", v.Target)
 	}
 	return false, err
 }
@@ -137,6 +145,50 @@ func (s *Server) getURL(ctx context.Context, id string, port int64, ttl time.Dur
 	t := ingress.Target{Sandbox: sb.ID, Port: int(port)}
 	until := s.deps.Now().Add(ttl).Truncate(time.Second)
 	return madeURL{ingress.Address(t, key.Sign(t, until), s.cfg.Domain, hostOf(ctx)), until}, nil
+}
+
+// revokeURL takes an address back. One that has expired, or whose sandbox has
+// ended, is good for nothing any more, and so is revoked.
+func (s *Server) revokeURL(ctx context.Context, id, address string) error {
+	sb, err := s.find(ctx, id, role.Developer)
+	if err != nil {
+		return err
+	}
+	key, err := s.urls.signing(ctx)
+	if err != nil {
+		return err
+	}
+	token, err := s.readURL(key, sb.ID, address)
+	if err != nil {
+		return err
+	}
+	now := s.deps.Now()
+	_, err = s.deps.DB.UpdateSandbox(ctx, sb.ID, func(r *sandbox.Sandbox) error {
+		if r.End != nil || r.RevokeURL(sandbox.RevokedURL{ID: token.ID, Until: token.Until.UTC()}, now) {
+			return nil
+		}
+		return fault.New(fault.QuotaExceeded, "too many addresses of sandbox %s are revoked and have not expired: stop it, or wait", sb.ID)
+	})
+	s.routes.drop(sb.ID)
+	return err
+}
+
+// readURL returns the token of an address of a sandbox's.
+func (s *Server) readURL(key ingress.Key, id sandbox.ID, address string) (ingress.Token, error) {
+	wrong := fault.Invalid("url", "this is no address of sandbox %s that get_url returned", id)
+	at, err := url.Parse(address)
+	if err != nil {
+		return ingress.Token{}, wrong
+	}
+	v, ok := ingress.Find(&http.Request{URL: at, Host: at.Host}, s.cfg.Domain)
+	if !ok || v.Sandbox != id {
+		return ingress.Token{}, wrong
+	}
+	token, err := key.Read(v.Token(), v.Target)
+	if err != nil {
+		return ingress.Token{}, wrong
+	}
+	return token, nil
 }
 
 func checkURL(port int64, ttl time.Duration) error {

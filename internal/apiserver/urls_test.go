@@ -128,6 +128,62 @@ func TestURLs(t *testing.T) {
 	wantProblem(t, err, fault.SandboxEnded, "")
 }
 
+func (u *user) revoke(id, address string) error {
+	_, err := u.sandboxes.RevokeURL(u.c.t.Context(), connect.NewRequest(&opendsecv1.RevokeURLRequest{Id: id, Url: address}))
+	return err
+}
+
+// An address is taken back alone, at once on the server that was asked and soon
+// on others.
+func TestURLsAreRevoked(t *testing.T) {
+	c := newCluster(t, 1)
+	c.inside(func(w http.ResponseWriter, r *http.Request) { fmt.Fprint(w, "hello") })
+	dev := c.developer()
+	id, other := dev.mustCreate().GetId(), dev.mustCreate().GetId()
+	address, second := dev.mustURL(id, 8000), dev.mustURL(id, 8000)
+	elsewhere := strings.Replace(address, c.url, c.api(), 1)
+	for _, a := range []string{address, second, elsewhere} {
+		if code, body := c.visit(a); code != http.StatusOK {
+			t.Fatalf("before: %d %s", code, body)
+		}
+	}
+	for _, x := range []struct {
+		who         *user
+		id, address string
+		kind        fault.Kind
+		field       string
+	}{
+		{dev, other, address, fault.InvalidArgument, "url"},
+		{dev, id, "", fault.InvalidArgument, "url"},
+		{dev, id, "https://example.com/", fault.InvalidArgument, "url"},
+		{dev, id, "%", fault.InvalidArgument, "url"},
+		{dev, id, address[:len(address)-3] + "xx/", fault.InvalidArgument, "url"},
+		{dev, "sb-000000000000", address, fault.NotFound, "id"},
+		{c.stranger(), id, address, fault.NotFound, "id"},
+		{c.viewer(), id, address, fault.PermissionDenied, ""},
+	} {
+		wantProblem(t, x.who.revoke(x.id, x.address), x.kind, x.field)
+	}
+	for range 2 {
+		if err := dev.revoke(id, address+"path?query"); err != nil {
+			t.Fatal(err)
+		}
+	}
+	if code, body := c.visit(address); code != http.StatusForbidden || !strings.Contains(body, "revoked") {
+		t.Errorf("after it: %d %s", code, body)
+	}
+	if code, body := c.visit(second); code != http.StatusOK {
+		t.Errorf("another address: %d %s", code, body)
+	}
+	eventually(t, "another server refuses it", func() bool { code, _ := c.visit(elsewhere); return code == http.StatusForbidden })
+	if _, err := dev.stop(id); err != nil {
+		t.Fatal(err)
+	}
+	if err := dev.revoke(id, second); err != nil {
+		t.Errorf("after its sandbox ended: %v", err)
+	}
+}
+
 func TestURLsAreRefused(t *testing.T) {
 	c := newCluster(t, 1)
 	dev := c.developer()

@@ -57,6 +57,20 @@ It is a secret: who has it may use the port, until it expires or the sandbox end
 	return c
 }
 
+func (a *App) sandboxRevokeURLCommand() *cobra.Command {
+	return &cobra.Command{
+		Use: "revoke-url ID URL", Short: "Take back an address that sandbox url printed, and no other",
+		Args: cobra.ExactArgs(2),
+		RunE: a.with(func(c *cobra.Command, api *api, args []string) error {
+			res, err := api.sandboxes.RevokeURL(c.Context(), connect.NewRequest(&opendsecv1.RevokeURLRequest{Id: args[0], Url: args[1]}))
+			if err != nil {
+				return err
+			}
+			return a.done(res.Msg, args[0])
+		}),
+	}
+}
+
 // forward is a local port and the sandbox's port that it leads to.
 type forward struct {
 	listener net.Listener

@@ -23,7 +23,7 @@ func (a *App) sandboxCommand() *cobra.Command {
 	sandbox := &cobra.Command{Use: "sandbox", Short: "Make, use and stop sandboxes"}
 	sandbox.AddCommand(a.sandboxRunCommand(), a.sandboxListCommand(), a.sandboxShowCommand(), a.sandboxExecCommand(),
 		a.sandboxLogsCommand(), a.sandboxPauseCommand(), a.sandboxResumeCommand(), a.sandboxForkCommand(), a.sandboxSnapshotCommand(),
-		a.sandboxPackDiffCommand(), a.sandboxForwardCommand(), a.sandboxURLCommand(), a.sandboxStopCommand())
+		a.sandboxPackDiffCommand(), a.sandboxForwardCommand(), a.sandboxURLCommand(), a.sandboxRevokeURLCommand(), a.sandboxStopCommand())
 	return sandbox
 }
 

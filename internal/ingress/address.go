@@ -63,6 +63,9 @@ func Address(t Target, token, domain, host string) string {
 	return "https://" + strconv.Itoa(t.Port) + "-" + string(t.Sandbox) + "." + domain + tokenMark + token + "/"
 }
 
+// Token returns the token that a visit's address bears, "" for none.
+func (v Visit) Token() string { return v.token }
+
 // Find returns the visit that a request is, if it is one. One that names a
 // sandbox's server badly is a visit of the zero Target.
 func Find(r *http.Request, domain string) (Visit, bool) {

@@ -11,23 +11,23 @@ import (
 // it, so that no other can set or see it.
 const cookieName = "__Host-opendsec"
 
-// Admit reports whether a request may pass on to its server, by the token in its
-// address, or at a name of its own by its cookie. A browser that comes to such
+// Admit returns the token by which a request may pass on to its server: that in
+// its address, or at a name of its own that in its cookie. A browser that comes to such
 // a name by an address is sent on without the token, with a cookie, so that the
 // token stays in no history and goes to no other site; then done is true, and
 // the request is answered.
-func (k Key) Admit(w http.ResponseWriter, r *http.Request, v Visit, now time.Time) (done bool, err error) {
+func (k Key) Admit(w http.ResponseWriter, r *http.Request, v Visit, now time.Time) (by Token, done bool, err error) {
 	token, byCookie := v.token, false
 	if token == "" && v.host {
 		if c, err := r.Cookie(cookieName); err == nil && ownDoing(r) {
 			token, byCookie = c.Value, true
 		}
 	}
-	if err := k.Check(token, v.Target, now); err != nil {
-		return false, err
+	if by, err = k.Check(token, v.Target, now); err != nil {
+		return by, false, err
 	}
 	if !v.host || byCookie || !opensPage(r) {
-		return false, nil
+		return by, false, nil
 	}
 	// It ends with the browser's session, and the token in it by itself.
 	http.SetCookie(w, &http.Cookie{Name: cookieName, Value: token, Path: "/", Secure: true, HttpOnly: true, SameSite: http.SameSiteLaxMode})
@@ -40,7 +40,7 @@ func (k Key) Admit(w http.ResponseWriter, r *http.Request, v Visit, now time.Tim
 	}
 	w.Header().Set("Referrer-Policy", "no-referrer")
 	redirect(w, rest, r.URL.RawQuery)
-	return true, nil
+	return by, true, nil
 }
 
 // opensPage reports whether a browser asks for a page to show.

@@ -41,23 +41,34 @@ func TestTokens(t *testing.T) {
 	if len(token) > 40 || url.PathEscape(token) != token {
 		t.Errorf("the token %q does not go well into an address", token)
 	}
-	if err := key.Check(token, target, until.Add(-time.Second)); err != nil {
-		t.Error(err)
+	said, err := key.Check(token, target, until.Add(-time.Second))
+	if err != nil || len(said.ID) != 16 || !said.Until.Equal(until) {
+		t.Errorf("it says %+v, %v", said, err)
+	}
+	if late, err := key.Read(token, target); err != nil || late != said {
+		t.Errorf("read without a look at the time it says %+v, %v", late, err)
+	}
+	if other, err := key.Read(key.Sign(target, until), target); err != nil || other.ID == said.ID {
+		t.Errorf("another has the id %s too, %v", other.ID, err)
+	}
+	check := func(k ingress.Key, token string, t ingress.Target, now time.Time) error {
+		_, err := k.Check(token, t, now)
+		return err
 	}
 	bad := map[string]error{
-		"expired":         key.Check(token, target, until),
-		"another port":    key.Check(token, ingress.Target{Sandbox: id, Port: 8001}, now),
-		"another sandbox": key.Check(token, ingress.Target{Sandbox: other, Port: 8000}, now),
-		"another key":     ingress.Key("another").Check(token, target, now),
-		"no token":        key.Check("", target, now),
-		"longer":          key.Check(token+"A", target, now),
-		"shorter":         key.Check(token[:len(token)-1], target, now),
+		"expired":         check(key, token, target, until),
+		"another port":    check(key, token, ingress.Target{Sandbox: id, Port: 8001}, now),
+		"another sandbox": check(key, token, ingress.Target{Sandbox: other, Port: 8000}, now),
+		"another key":     check(ingress.Key("another"), token, target, now),
+		"no token":        check(key, "", target, now),
+		"longer":          check(key, token+"A", target, now),
+		"shorter":         check(key, token[:len(token)-1], target, now),
 	}
 	for i := range token {
 		for _, c := range "AQgw_" {
 			changed := token[:i] + string(c) + token[i+1:]
 			if changed != token {
-				bad[fmt.Sprintf("%q at %d", c, i)] = key.Check(changed, target, now)
+				bad[fmt.Sprintf("%q at %d", c, i)] = check(key, changed, target, now)
 			}
 		}
 	}
@@ -74,7 +85,7 @@ func TestTokens(t *testing.T) {
 func FuzzToken(f *testing.F) {
 	f.Add(key.Sign(target, now))
 	f.Fuzz(func(t *testing.T, token string) {
-		if err := key.Check(token, target, now); err == nil {
+		if _, err := key.Check(token, target, now); err == nil {
 			t.Errorf("%q is good", token)
 		}
 	})
@@ -167,7 +178,7 @@ func newFront(t *testing.T, behind http.HandlerFunc) *front {
 			w.WriteHeader(http.StatusTeapot)
 			return
 		}
-		done, err := key.Admit(w, r, v, now)
+		_, done, err := key.Admit(w, r, v, now)
 		switch {
 		case err != nil:
 			proxy.Refuse(w, err)

@@ -2,9 +2,11 @@ package ingress
 
 import (
 	"crypto/hmac"
+	"crypto/rand"
 	"crypto/sha256"
 	"encoding/base64"
 	"encoding/binary"
+	"encoding/hex"
 	"fmt"
 	"time"
 
@@ -25,37 +27,55 @@ func (t Target) String() string { return fmt.Sprintf("port %d of sandbox %s", t.
 type Key []byte
 
 const (
-	timeSize = 5 // seconds since 1970, the highest byte first
-	macSize  = 16
+	timeSize   = 5 // seconds since 1970, the highest byte first
+	numberSize = 8 // of chance, so that no two tokens are alike
+	macSize    = 16
 )
+
+// Token is what a token says.
+type Token struct {
+	ID    string    // of no other token
+	Until time.Time // when it ends to be good
+}
 
 // encoding is made of letters that stay as they are in URLs.
 var encoding = base64.RawURLEncoding
 
-// Sign returns a token for a target that is good until a time, to the second.
+// Sign returns a new token for a target that is good until a time, to the second.
 func (k Key) Sign(t Target, until time.Time) string {
-	var when [8]byte
-	binary.BigEndian.PutUint64(when[:], uint64(until.Unix()))
-	stamp := when[8-timeSize:]
-	return encoding.EncodeToString(append(stamp[:timeSize:timeSize], k.mac(t, stamp)...))
+	said := binary.BigEndian.AppendUint64(nil, uint64(until.Unix()))[8-timeSize:]
+	said = append(said, make([]byte, numberSize)...)
+	_, _ = rand.Read(said[timeSize:]) // never fails
+	return encoding.EncodeToString(append(said, k.mac(t, said)...))
 }
 
-func (k Key) mac(t Target, stamp []byte) []byte {
+func (k Key) mac(t Target, said []byte) []byte {
 	h := hmac.New(sha256.New, k)
-	fmt.Fprintf(h, "opendsec url 1\n%s\n%d\n%x", t.Sandbox, t.Port, stamp)
+	fmt.Fprintf(h, "opendsec url 2\n%s\n%d\n%x", t.Sandbox, t.Port, said)
 	return h.Sum(nil)[:macSize]
 }
 
-// Check reports why a token does not let one reach a target, PermissionDenied.
-func (k Key) Check(token string, t Target, now time.Time) error {
+// Read returns what a token for a target says, whether or not it has expired;
+// PermissionDenied when it is none for that target.
+func (k Key) Read(token string, t Target) (Token, error) {
 	raw, err := encoding.Strict().DecodeString(token)
-	if err != nil || len(raw) != timeSize+macSize || !hmac.Equal(raw[timeSize:], k.mac(t, raw[:timeSize])) {
-		return fault.New(fault.PermissionDenied, "this address is not good for %s; ask for one with get_url", t)
+	const size = timeSize + numberSize
+	if err != nil || len(raw) != size+macSize || !hmac.Equal(raw[size:], k.mac(t, raw[:size])) {
+		return Token{}, fault.New(fault.PermissionDenied, "this address is not good for %s; ask for one with get_url", t)
 	}
 	var when [8]byte
 	copy(when[8-timeSize:], raw[:timeSize])
-	if until := time.Unix(int64(binary.BigEndian.Uint64(when[:])), 0); !now.Before(until) {
-		return fault.New(fault.PermissionDenied, "this address of %s expired at %s; ask for another with get_url", t, until.UTC().Format(time.RFC3339))
+	return Token{ID: hex.EncodeToString(raw[timeSize:size]), Until: time.Unix(int64(binary.BigEndian.Uint64(when[:])), 0)}, nil
+}
+
+// Check is Read that reports in addition when a token has expired.
+func (k Key) Check(token string, t Target, now time.Time) (Token, error) {
+	said, err := k.Read(token, t)
+	if err != nil {
+		return Token{}, err
 	}
-	return nil
+	if !now.Before(said.Until) {
+		return Token{}, fault.New(fault.PermissionDenied, "this address of %s expired at %s; ask for another with get_url", t, said.Until.UTC().Format(time.RFC3339))
+	}
+	return said, nil
 }

@@ -4,6 +4,7 @@
 package sandbox
 
 import (
+	"slices"
 	"time"
 )
 
@@ -148,6 +149,7 @@ type Sandbox struct {
 	// NetworkRevision is the number that the node gave to the change which
 	// brought Spec.NetworkRules; 0 when they are as at the start.
 	NetworkRevision int64
+	RevokedURLs     []RevokedURL
 	Version         int64 // counts changes; the store compares it
 }
 
@@ -220,6 +222,29 @@ func (s *Sandbox) knows(state State, pausedFor time.Duration) bool {
 		return inPause
 	}
 	return inPause || s.State == Running && s.PausedAt.IsZero()
+}
+
+// RevokedURL is an address of a server in a sandbox that was taken back.
+type RevokedURL struct {
+	ID    string    `json:"id"`    // of its token
+	Until time.Time `json:"until"` // when it would have ended by itself
+}
+
+// maxRevoked is how many addresses of a sandbox may be revoked and not expired.
+const maxRevoked = 1000
+
+// RevokeURL takes an address back, and forgets those that have expired. It
+// reports false when there are too many.
+func (s *Sandbox) RevokeURL(u RevokedURL, now time.Time) bool {
+	left := slices.DeleteFunc(slices.Clone(s.RevokedURLs), func(r RevokedURL) bool { return r.ID == u.ID || !now.Before(r.Until) })
+	if now.Before(u.Until) {
+		left = append(left, u)
+	}
+	if len(left) > maxRevoked {
+		return false
+	}
+	s.RevokedURLs = left
+	return true
 }
 
 // FollowRules takes over the network rules that the sandbox's node has, which

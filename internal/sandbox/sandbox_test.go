@@ -1,6 +1,7 @@
 package sandbox
 
 import (
+	"strconv"
 	"testing"
 	"time"
 )
@@ -100,6 +101,43 @@ func TestFollow(t *testing.T) {
 	s := Sandbox{State: Stopping}
 	if err := s.Follow(Running, never, time.Second); err == nil || s.PausedFor != 0 {
 		t.Errorf("a sandbox that is being stopped: %+v, %v", s, err)
+	}
+}
+
+func TestFollowRules(t *testing.T) {
+	s := &Sandbox{Spec: Spec{NetworkRules: map[string]bool{"first": true}}}
+	for _, step := range []struct {
+		revision int64
+		want     string
+	}{{2, "2"}, {1, "2"}, {2, "2"}, {3, "3"}} {
+		s.FollowRules(map[string]bool{strconv.FormatInt(step.revision, 10): true}, step.revision)
+		if !s.Spec.NetworkRules[step.want] || len(s.Spec.NetworkRules) != 1 {
+			t.Errorf("after change %d: %v", step.revision, s.Spec.NetworkRules)
+		}
+	}
+}
+
+// Revoked addresses are kept until they would have expired, and are bounded.
+func TestRevokeURL(t *testing.T) {
+	now := time.Unix(1000, 0)
+	s := &Sandbox{}
+	for i := range maxRevoked {
+		if !s.RevokeURL(RevokedURL{strconv.Itoa(i), now.Add(time.Duration(i+1) * time.Second)}, now) {
+			t.Fatalf("after %d there is no room", i)
+		}
+	}
+	before := s.RevokedURLs
+	if s.RevokeURL(RevokedURL{"more", now.Add(time.Hour)}, now) || len(s.RevokedURLs) != maxRevoked {
+		t.Errorf("%d are revoked", len(s.RevokedURLs))
+	}
+	if !s.RevokeURL(RevokedURL{"5", now.Add(6 * time.Second)}, now) || !s.RevokeURL(RevokedURL{"old", now}, now) || len(s.RevokedURLs) != maxRevoked {
+		t.Errorf("one that is revoked or has expired: %d are", len(s.RevokedURLs))
+	}
+	if !s.RevokeURL(RevokedURL{"more", now.Add(time.Hour)}, now.Add(10*time.Second)) || len(s.RevokedURLs) != maxRevoked-9 {
+		t.Errorf("ten seconds later %d are", len(s.RevokedURLs))
+	}
+	if len(before) != maxRevoked || before[0].ID != "0" {
+		t.Error("what others hold was changed")
 	}
 }
 

@@ -19,7 +19,7 @@ import (
 
 const (
 	sandboxColumns = `id, project, caller, state, node, image_digest, spec, parent, created_at, started_at,
-		paused_at, paused_for, network_revision, ended_at, end_reason, end_domain, end_detail, version`
+		paused_at, paused_for, network_revision, revoked_urls, ended_at, end_reason, end_domain, end_detail, version`
 	// live is the condition of the indexes sandboxes_live…; both must say the same.
 	live = `state NOT IN ('stopped', 'failed')`
 )
@@ -27,18 +27,23 @@ const (
 func scanSandbox(row scanner) (*sandbox.Sandbox, error) {
 	var (
 		sb                        sandbox.Sandbox
-		spec                      []byte
+		spec, revoked             []byte
 		created, started, ended   int64
 		pausedAt, pausedForMicros int64
 		end                       sandbox.End
 	)
 	err := row.Scan(&sb.ID, &sb.Project, &sb.Caller, &sb.State, &sb.Node, &sb.ImageDigest, &spec, &sb.Parent, &created, &started,
-		&pausedAt, &pausedForMicros, &sb.NetworkRevision, &ended, &end.Reason, &end.Domain, &end.Detail, &sb.Version)
+		&pausedAt, &pausedForMicros, &sb.NetworkRevision, &revoked, &ended, &end.Reason, &end.Domain, &end.Detail, &sb.Version)
 	if err != nil {
 		return nil, err
 	}
 	if err := json.Unmarshal(spec, &sb.Spec); err != nil {
 		return nil, fmt.Errorf("read the spec of sandbox %s: %w", sb.ID, err)
+	}
+	if len(revoked) > 0 {
+		if err := json.Unmarshal(revoked, &sb.RevokedURLs); err != nil {
+			return nil, fmt.Errorf("read the revoked addresses of sandbox %s: %w", sb.ID, err)
+		}
 	}
 	sb.CreatedAt, sb.StartedAt = fromDB(created), fromDB(started)
 	sb.PausedAt, sb.PausedFor = fromDB(pausedAt), fromMicros(pausedForMicros)
@@ -55,8 +60,8 @@ func insertSandbox(ctx context.Context, tx *sql.Tx, sb *sandbox.Sandbox) error {
 		return err
 	}
 	_, err = tx.ExecContext(ctx, `INSERT INTO sandboxes (id, project, caller, parent, created_at, version, state, node, image_digest, spec,
-		held_cpu, held_memory_mb, held_disk_mb, started_at, paused_at, paused_for, network_revision, ended_at, end_reason, end_domain, end_detail)
-		VALUES ($1, $2, $3, $4, $5, $6, $7, $8, $9, $10, $11, $12, $13, $14, $15, $16, $17, $18, $19, $20, $21)`,
+		held_cpu, held_memory_mb, held_disk_mb, started_at, paused_at, paused_for, network_revision, revoked_urls, ended_at, end_reason, end_domain, end_detail)
+		VALUES ($1, $2, $3, $4, $5, $6, $7, $8, $9, $10, $11, $12, $13, $14, $15, $16, $17, $18, $19, $20, $21, $22)`,
 		append([]any{sb.ID, sb.Project, sb.Caller, sb.Parent, toDB(sb.CreatedAt), sb.Version}, r.args()...)...)
 	switch {
 	case isDuplicate(err):
@@ -148,6 +153,7 @@ type row struct {
 	pausedAt  int64
 	pausedFor int64
 	network   int64 // revision
+	revoked   string
 	ended     int64
 	end       sandbox.End // without its time
 }
@@ -162,6 +168,13 @@ func rowOf(sb *sandbox.Sandbox) (row, error) {
 		started: toDB(sb.StartedAt), pausedAt: toDB(sb.PausedAt), pausedFor: sb.PausedFor.Microseconds(),
 		network: sb.NetworkRevision,
 	}
+	if len(sb.RevokedURLs) > 0 {
+		revoked, err := json.Marshal(sb.RevokedURLs)
+		if err != nil {
+			return row{}, fmt.Errorf("encode the revoked addresses of sandbox %s: %w", sb.ID, err)
+		}
+		r.revoked = string(revoked)
+	}
 	if sb.End != nil {
 		r.ended, r.end = toDB(sb.End.Time), *sb.End
 		r.end.Time = time.Time{}
@@ -173,7 +186,7 @@ func rowOf(sb *sandbox.Sandbox) (row, error) {
 func (r row) args() []any {
 	return []any{
 		r.state, r.node, r.digest, r.spec, r.held.CPU, r.held.MemoryMB, r.held.DiskMB,
-		r.started, r.pausedAt, r.pausedFor, r.network, r.ended, r.end.Reason, r.end.Domain, r.end.Detail,
+		r.started, r.pausedAt, r.pausedFor, r.network, r.revoked, r.ended, r.end.Reason, r.end.Domain, r.end.Detail,
 	}
 }
 
@@ -190,8 +203,8 @@ func (r row) settle(sb *sandbox.Sandbox) {
 func (r row) write(ctx context.Context, q querier, sb *sandbox.Sandbox) (written bool, err error) {
 	n, err := affected(q.ExecContext(ctx, `UPDATE sandboxes SET state = $1, node = $2, image_digest = $3, spec = $4,
 		held_cpu = $5, held_memory_mb = $6, held_disk_mb = $7, started_at = $8, paused_at = $9, paused_for = $10,
-		network_revision = $11, ended_at = $12, end_reason = $13, end_domain = $14, end_detail = $15, version = version + 1
-		WHERE id = $16 AND version = $17`, append(r.args(), sb.ID, sb.Version)...))
+		network_revision = $11, revoked_urls = $12, ended_at = $13, end_reason = $14, end_domain = $15, end_detail = $16,
+		version = version + 1 WHERE id = $17 AND version = $18`, append(r.args(), sb.ID, sb.Version)...))
 	if err != nil || n == 0 {
 		return false, err
 	}

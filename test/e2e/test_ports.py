@@ -384,6 +384,9 @@ def test_an_address_is_for_one_port_of_one_sandbox(use: Use) -> None:
         until = time.monotonic() + 20
         while (await asyncio.to_thread(get, short))[0] != 403:  # it expires
             assert time.monotonic() < until
+        second = await sb.get_url(8000)
+        await sb.revoke_url(second)
+        assert (await asyncio.to_thread(get, second))[0] == 403
         assert (await asyncio.to_thread(get, url))[0] == 200
         for port, ttl, field in (
             (0, 60, "port"),

@@ -21,6 +21,9 @@ func testPauses(t *testing.T, db *store.DB) {
 		sb.Parent = "sb-another00000" // it cannot be changed
 		sb.FollowRules(map[string]bool{"pypi": true}, 2)
 		sb.FollowRules(nil, 1) // older
+		if !sb.RevokeURL(sandbox.RevokedURL{ID: "a", Until: start.Add(time.Hour)}, start) {
+			t.Error("an address cannot be revoked")
+		}
 		if err := sb.Follow(sandbox.Paused, start.Add(time.Minute+789), 2*time.Second+789); err != nil {
 			t.Error(err)
 		}
@@ -28,6 +31,7 @@ func testPauses(t *testing.T, db *store.DB) {
 	want := *sb
 	want.State, want.Version = sandbox.Paused, 2
 	want.Spec.NetworkRules, want.NetworkRevision = map[string]bool{"pypi": true}, 2
+	want.RevokedURLs = []sandbox.RevokedURL{{ID: "a", Until: start.Add(time.Hour)}}
 	want.PausedAt, want.PausedFor = start.Add(time.Minute), 2*time.Second
 	diff(t, "what pausing returned", paused, &want)
 	got, err := db.GetSandbox(t.Context(), sb.ID)

@@ -45,6 +45,7 @@ class Server(sandbox_connect.SandboxService, image_connect.ImageService):
     def __init__(self, root: Path) -> None:
         self.root = root
         self.sandboxes: dict[str, Sandbox] = {}
+        self.revoked: list[str] = []
         self.keys: dict[str, str] = {}
         self.forks: dict[str, list[Any]] = {}
         self.requests: list[str] = []
@@ -322,6 +323,13 @@ class Server(sandbox_connect.SandboxService, image_connect.ImageService):
         if self.ttl > 30 * 86400:
             raise fault("invalid_argument", "ttl must be less", field="ttl")
         return sandbox_pb.GetURLResponse(url=f"{self.addr}/p/{request.id}/{request.port}/secret/")
+
+    async def revoke_url(self, request: Any, ctx: Context) -> sandbox_pb.RevokeURLResponse:
+        self._alive(request.id)
+        if not request.url.startswith(f"{self.addr}/p/{request.id}/"):
+            raise fault("invalid_argument", "no address of this sandbox", field="url")
+        self.revoked.append(request.url)
+        return sandbox_pb.RevokeURLResponse()
 
     async def set_ttl(self, request: Any, ctx: Context) -> sandbox_pb.SetTTLResponse:
         record = self.sandbox(request.id).record

@@ -276,6 +276,13 @@ def test_get_url(server: Server, use: Use) -> None:
         assert server.ttl == 86400
         await sb.get_url(8000, ttl=1.5)
         assert server.ttl == 1.5
+        url = await sb.get_url(8000)
+        await sb.revoke_url(url)
+        assert server.revoked == [url]
+        for wrong in ("https://example.com/", "", None, b"x"):
+            with pytest.raises(InvalidArgumentError) as caught:
+                await sb.revoke_url(wrong)  # type: ignore[arg-type]
+            assert caught.value.field == "url"
         server.end(sb.id, "lost")
         with pytest.raises(SandboxEndedError):
             await sb.get_url(8000)

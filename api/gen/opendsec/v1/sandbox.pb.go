@@ -2718,6 +2718,98 @@ func (x *GetURLResponse) GetExpiresAt() *timestamppb.Timestamp {
 	return nil
 }
 
+// RevokeURLRequest names an address.
+type RevokeURLRequest struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// The sandbox's id.
+	Id string `protobuf:"bytes,1,opt,name=id,proto3" json:"id,omitempty"`
+	// The address, as GetURL returned it. What is added to its path does not matter.
+	Url           string `protobuf:"bytes,2,opt,name=url,proto3" json:"url,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *RevokeURLRequest) Reset() {
+	*x = RevokeURLRequest{}
+	mi := &file_opendsec_v1_sandbox_proto_msgTypes[40]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *RevokeURLRequest) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*RevokeURLRequest) ProtoMessage() {}
+
+func (x *RevokeURLRequest) ProtoReflect() protoreflect.Message {
+	mi := &file_opendsec_v1_sandbox_proto_msgTypes[40]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use RevokeURLRequest.ProtoReflect.Descriptor instead.
+func (*RevokeURLRequest) Descriptor() ([]byte, []int) {
+	return file_opendsec_v1_sandbox_proto_rawDescGZIP(), []int{40}
+}
+
+func (x *RevokeURLRequest) GetId() string {
+	if x != nil {
+		return x.Id
+	}
+	return ""
+}
+
+func (x *RevokeURLRequest) GetUrl() string {
+	if x != nil {
+		return x.Url
+	}
+	return ""
+}
+
+// RevokeURLResponse is empty.
+type RevokeURLResponse struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *RevokeURLResponse) Reset() {
+	*x = RevokeURLResponse{}
+	mi := &file_opendsec_v1_sandbox_proto_msgTypes[41]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *RevokeURLResponse) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*RevokeURLResponse) ProtoMessage() {}
+
+func (x *RevokeURLResponse) ProtoReflect() protoreflect.Message {
+	mi := &file_opendsec_v1_sandbox_proto_msgTypes[41]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use RevokeURLResponse.ProtoReflect.Descriptor instead.
+func (*RevokeURLResponse) Descriptor() ([]byte, []int) {
+	return file_opendsec_v1_sandbox_proto_rawDescGZIP(), []int{41}
+}
+
 // Metrics is what a sandbox uses, measured on the host.
 type Metrics struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
@@ -2756,7 +2848,7 @@ type Metrics struct {
 
 func (x *Metrics) Reset() {
 	*x = Metrics{}
-	mi := &file_opendsec_v1_sandbox_proto_msgTypes[40]
+	mi := &file_opendsec_v1_sandbox_proto_msgTypes[42]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2768,7 +2860,7 @@ func (x *Metrics) String() string {
 func (*Metrics) ProtoMessage() {}
 
 func (x *Metrics) ProtoReflect() protoreflect.Message {
-	mi := &file_opendsec_v1_sandbox_proto_msgTypes[40]
+	mi := &file_opendsec_v1_sandbox_proto_msgTypes[42]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2781,7 +2873,7 @@ func (x *Metrics) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Metrics.ProtoReflect.Descriptor instead.
 func (*Metrics) Descriptor() ([]byte, []int) {
-	return file_opendsec_v1_sandbox_proto_rawDescGZIP(), []int{40}
+	return file_opendsec_v1_sandbox_proto_rawDescGZIP(), []int{42}
 }
 
 func (x *Metrics) GetTime() *timestamppb.Timestamp {
@@ -2902,7 +2994,7 @@ type ErrorInfo struct {
 
 func (x *ErrorInfo) Reset() {
 	*x = ErrorInfo{}
-	mi := &file_opendsec_v1_sandbox_proto_msgTypes[41]
+	mi := &file_opendsec_v1_sandbox_proto_msgTypes[43]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2914,7 +3006,7 @@ func (x *ErrorInfo) String() string {
 func (*ErrorInfo) ProtoMessage() {}
 
 func (x *ErrorInfo) ProtoReflect() protoreflect.Message {
-	mi := &file_opendsec_v1_sandbox_proto_msgTypes[41]
+	mi := &file_opendsec_v1_sandbox_proto_msgTypes[43]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2927,7 +3019,7 @@ func (x *ErrorInfo) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ErrorInfo.ProtoReflect.Descriptor instead.
 func (*ErrorInfo) Descriptor() ([]byte, []int) {
-	return file_opendsec_v1_sandbox_proto_rawDescGZIP(), []int{41}
+	return file_opendsec_v1_sandbox_proto_rawDescGZIP(), []int{43}
 }
 
 func (x *ErrorInfo) GetKind() string {
@@ -3173,7 +3265,11 @@ const file_opendsec_v1_sandbox_proto_rawDesc = "" +
 	"\x0eGetURLResponse\x12\x10\n" +
 	"\x03url\x18\x01 \x01(\tR\x03url\x129\n" +
 	"\n" +
-	"expires_at\x18\x02 \x01(\v2\x1a.google.protobuf.TimestampR\texpiresAt\"\xa5\x04\n" +
+	"expires_at\x18\x02 \x01(\v2\x1a.google.protobuf.TimestampR\texpiresAt\"4\n" +
+	"\x10RevokeURLRequest\x12\x0e\n" +
+	"\x02id\x18\x01 \x01(\tR\x02id\x12\x10\n" +
+	"\x03url\x18\x02 \x01(\tR\x03url\"\x13\n" +
+	"\x11RevokeURLResponse\"\xa5\x04\n" +
 	"\aMetrics\x12.\n" +
 	"\x04time\x18\x01 \x01(\v2\x1a.google.protobuf.TimestampR\x04time\x124\n" +
 	"\bcpu_time\x18\x02 \x01(\v2\x19.google.protobuf.DurationR\acpuTime\x12&\n" +
@@ -3219,7 +3315,7 @@ const file_opendsec_v1_sandbox_proto_rawDesc = "" +
 	"\x06OnIdle\x12\x17\n" +
 	"\x13ON_IDLE_UNSPECIFIED\x10\x00\x12\x10\n" +
 	"\fON_IDLE_STOP\x10\x01\x12\x11\n" +
-	"\rON_IDLE_PAUSE\x10\x022\x94\v\n" +
+	"\rON_IDLE_PAUSE\x10\x022\xe0\v\n" +
 	"\x0eSandboxService\x12V\n" +
 	"\rCreateSandbox\x12!.opendsec.v1.CreateSandboxRequest\x1a\".opendsec.v1.CreateSandboxResponse\x12\\\n" +
 	"\x0fCreateSandboxes\x12#.opendsec.v1.CreateSandboxesRequest\x1a$.opendsec.v1.CreateSandboxesResponse\x12M\n" +
@@ -3240,7 +3336,8 @@ const file_opendsec_v1_sandbox_proto_rawDesc = "" +
 	"\x0eExplainNetwork\x12\".opendsec.v1.ExplainNetworkRequest\x1a#.opendsec.v1.ExplainNetworkResponse\x12M\n" +
 	"\n" +
 	"ListDenied\x12\x1e.opendsec.v1.ListDeniedRequest\x1a\x1f.opendsec.v1.ListDeniedResponse\x12A\n" +
-	"\x06GetURL\x12\x1a.opendsec.v1.GetURLRequest\x1a\x1b.opendsec.v1.GetURLResponseB=Z;github.com/kernflux/opendsec/api/gen/opendsec/v1;opendsecv1b\x06proto3"
+	"\x06GetURL\x12\x1a.opendsec.v1.GetURLRequest\x1a\x1b.opendsec.v1.GetURLResponse\x12J\n" +
+	"\tRevokeURL\x12\x1d.opendsec.v1.RevokeURLRequest\x1a\x1e.opendsec.v1.RevokeURLResponseB=Z;github.com/kernflux/opendsec/api/gen/opendsec/v1;opendsecv1b\x06proto3"
 
 var (
 	file_opendsec_v1_sandbox_proto_rawDescOnce sync.Once
@@ -3255,7 +3352,7 @@ func file_opendsec_v1_sandbox_proto_rawDescGZIP() []byte {
 }
 
 var file_opendsec_v1_sandbox_proto_enumTypes = make([]protoimpl.EnumInfo, 3)
-var file_opendsec_v1_sandbox_proto_msgTypes = make([]protoimpl.MessageInfo, 47)
+var file_opendsec_v1_sandbox_proto_msgTypes = make([]protoimpl.MessageInfo, 49)
 var file_opendsec_v1_sandbox_proto_goTypes = []any{
 	(State)(0),                      // 0: opendsec.v1.State
 	(Domain)(0),                     // 1: opendsec.v1.Domain
@@ -3300,63 +3397,65 @@ var file_opendsec_v1_sandbox_proto_goTypes = []any{
 	(*Denial)(nil),                  // 40: opendsec.v1.Denial
 	(*GetURLRequest)(nil),           // 41: opendsec.v1.GetURLRequest
 	(*GetURLResponse)(nil),          // 42: opendsec.v1.GetURLResponse
-	(*Metrics)(nil),                 // 43: opendsec.v1.Metrics
-	(*ErrorInfo)(nil),               // 44: opendsec.v1.ErrorInfo
-	nil,                             // 45: opendsec.v1.SandboxSpec.EnvEntry
-	nil,                             // 46: opendsec.v1.SandboxSpec.LabelsEntry
-	nil,                             // 47: opendsec.v1.SandboxSpec.MetadataEntry
-	nil,                             // 48: opendsec.v1.ListSandboxesRequest.LabelsEntry
-	nil,                             // 49: opendsec.v1.UpdateNetworkRequest.NetworkRulesEntry
-	(*durationpb.Duration)(nil),     // 50: google.protobuf.Duration
-	(*NetworkRules)(nil),            // 51: opendsec.v1.NetworkRules
-	(*timestamppb.Timestamp)(nil),   // 52: google.protobuf.Timestamp
-	(*Image)(nil),                   // 53: opendsec.v1.Image
+	(*RevokeURLRequest)(nil),        // 43: opendsec.v1.RevokeURLRequest
+	(*RevokeURLResponse)(nil),       // 44: opendsec.v1.RevokeURLResponse
+	(*Metrics)(nil),                 // 45: opendsec.v1.Metrics
+	(*ErrorInfo)(nil),               // 46: opendsec.v1.ErrorInfo
+	nil,                             // 47: opendsec.v1.SandboxSpec.EnvEntry
+	nil,                             // 48: opendsec.v1.SandboxSpec.LabelsEntry
+	nil,                             // 49: opendsec.v1.SandboxSpec.MetadataEntry
+	nil,                             // 50: opendsec.v1.ListSandboxesRequest.LabelsEntry
+	nil,                             // 51: opendsec.v1.UpdateNetworkRequest.NetworkRulesEntry
+	(*durationpb.Duration)(nil),     // 52: google.protobuf.Duration
+	(*NetworkRules)(nil),            // 53: opendsec.v1.NetworkRules
+	(*timestamppb.Timestamp)(nil),   // 54: google.protobuf.Timestamp
+	(*Image)(nil),                   // 55: opendsec.v1.Image
 }
 var file_opendsec_v1_sandbox_proto_depIdxs = []int32{
-	50, // 0: opendsec.v1.SandboxSpec.ttl_running_stop:type_name -> google.protobuf.Duration
-	50, // 1: opendsec.v1.SandboxSpec.ttl_lifetime:type_name -> google.protobuf.Duration
+	52, // 0: opendsec.v1.SandboxSpec.ttl_running_stop:type_name -> google.protobuf.Duration
+	52, // 1: opendsec.v1.SandboxSpec.ttl_lifetime:type_name -> google.protobuf.Duration
 	2,  // 2: opendsec.v1.SandboxSpec.on_idle:type_name -> opendsec.v1.OnIdle
-	45, // 3: opendsec.v1.SandboxSpec.env:type_name -> opendsec.v1.SandboxSpec.EnvEntry
-	46, // 4: opendsec.v1.SandboxSpec.labels:type_name -> opendsec.v1.SandboxSpec.LabelsEntry
-	47, // 5: opendsec.v1.SandboxSpec.metadata:type_name -> opendsec.v1.SandboxSpec.MetadataEntry
-	51, // 6: opendsec.v1.SandboxSpec.network_rules:type_name -> opendsec.v1.NetworkRules
+	47, // 3: opendsec.v1.SandboxSpec.env:type_name -> opendsec.v1.SandboxSpec.EnvEntry
+	48, // 4: opendsec.v1.SandboxSpec.labels:type_name -> opendsec.v1.SandboxSpec.LabelsEntry
+	49, // 5: opendsec.v1.SandboxSpec.metadata:type_name -> opendsec.v1.SandboxSpec.MetadataEntry
+	53, // 6: opendsec.v1.SandboxSpec.network_rules:type_name -> opendsec.v1.NetworkRules
 	1,  // 7: opendsec.v1.End.domain:type_name -> opendsec.v1.Domain
-	52, // 8: opendsec.v1.End.time:type_name -> google.protobuf.Timestamp
+	54, // 8: opendsec.v1.End.time:type_name -> google.protobuf.Timestamp
 	3,  // 9: opendsec.v1.Sandbox.spec:type_name -> opendsec.v1.SandboxSpec
 	0,  // 10: opendsec.v1.Sandbox.state:type_name -> opendsec.v1.State
-	52, // 11: opendsec.v1.Sandbox.created_at:type_name -> google.protobuf.Timestamp
-	52, // 12: opendsec.v1.Sandbox.started_at:type_name -> google.protobuf.Timestamp
+	54, // 11: opendsec.v1.Sandbox.created_at:type_name -> google.protobuf.Timestamp
+	54, // 12: opendsec.v1.Sandbox.started_at:type_name -> google.protobuf.Timestamp
 	4,  // 13: opendsec.v1.Sandbox.end:type_name -> opendsec.v1.End
-	52, // 14: opendsec.v1.Sandbox.paused_at:type_name -> google.protobuf.Timestamp
+	54, // 14: opendsec.v1.Sandbox.paused_at:type_name -> google.protobuf.Timestamp
 	3,  // 15: opendsec.v1.CreateSandboxRequest.spec:type_name -> opendsec.v1.SandboxSpec
 	5,  // 16: opendsec.v1.CreateSandboxResponse.sandbox:type_name -> opendsec.v1.Sandbox
 	3,  // 17: opendsec.v1.CreateSandboxesRequest.spec:type_name -> opendsec.v1.SandboxSpec
 	10, // 18: opendsec.v1.CreateSandboxesResponse.results:type_name -> opendsec.v1.CreateResult
 	5,  // 19: opendsec.v1.CreateResult.sandbox:type_name -> opendsec.v1.Sandbox
-	44, // 20: opendsec.v1.CreateResult.error:type_name -> opendsec.v1.ErrorInfo
+	46, // 20: opendsec.v1.CreateResult.error:type_name -> opendsec.v1.ErrorInfo
 	5,  // 21: opendsec.v1.GetSandboxResponse.sandbox:type_name -> opendsec.v1.Sandbox
 	0,  // 22: opendsec.v1.ListSandboxesRequest.states:type_name -> opendsec.v1.State
-	48, // 23: opendsec.v1.ListSandboxesRequest.labels:type_name -> opendsec.v1.ListSandboxesRequest.LabelsEntry
+	50, // 23: opendsec.v1.ListSandboxesRequest.labels:type_name -> opendsec.v1.ListSandboxesRequest.LabelsEntry
 	5,  // 24: opendsec.v1.ListSandboxesResponse.sandboxes:type_name -> opendsec.v1.Sandbox
 	5,  // 25: opendsec.v1.StopSandboxResponse.sandbox:type_name -> opendsec.v1.Sandbox
-	50, // 26: opendsec.v1.SetTTLRequest.ttl_running_stop:type_name -> google.protobuf.Duration
-	50, // 27: opendsec.v1.SetTTLRequest.ttl_lifetime:type_name -> google.protobuf.Duration
+	52, // 26: opendsec.v1.SetTTLRequest.ttl_running_stop:type_name -> google.protobuf.Duration
+	52, // 27: opendsec.v1.SetTTLRequest.ttl_lifetime:type_name -> google.protobuf.Duration
 	5,  // 28: opendsec.v1.SetTTLResponse.sandbox:type_name -> opendsec.v1.Sandbox
-	43, // 29: opendsec.v1.GetMetricsResponse.metrics:type_name -> opendsec.v1.Metrics
+	45, // 29: opendsec.v1.GetMetricsResponse.metrics:type_name -> opendsec.v1.Metrics
 	5,  // 30: opendsec.v1.PauseSandboxResponse.sandbox:type_name -> opendsec.v1.Sandbox
 	5,  // 31: opendsec.v1.ResumeSandboxResponse.sandbox:type_name -> opendsec.v1.Sandbox
 	10, // 32: opendsec.v1.ForkSandboxResponse.results:type_name -> opendsec.v1.CreateResult
-	53, // 33: opendsec.v1.CreateSnapshotResponse.image:type_name -> opendsec.v1.Image
-	53, // 34: opendsec.v1.PackDiffResponse.image:type_name -> opendsec.v1.Image
-	49, // 35: opendsec.v1.UpdateNetworkRequest.network_rules:type_name -> opendsec.v1.UpdateNetworkRequest.NetworkRulesEntry
+	55, // 33: opendsec.v1.CreateSnapshotResponse.image:type_name -> opendsec.v1.Image
+	55, // 34: opendsec.v1.PackDiffResponse.image:type_name -> opendsec.v1.Image
+	51, // 35: opendsec.v1.UpdateNetworkRequest.network_rules:type_name -> opendsec.v1.UpdateNetworkRequest.NetworkRulesEntry
 	5,  // 36: opendsec.v1.UpdateNetworkResponse.sandbox:type_name -> opendsec.v1.Sandbox
 	37, // 37: opendsec.v1.ExplainNetworkResponse.decision:type_name -> opendsec.v1.NetworkDecision
 	40, // 38: opendsec.v1.ListDeniedResponse.denials:type_name -> opendsec.v1.Denial
-	52, // 39: opendsec.v1.Denial.time:type_name -> google.protobuf.Timestamp
-	50, // 40: opendsec.v1.GetURLRequest.ttl:type_name -> google.protobuf.Duration
-	52, // 41: opendsec.v1.GetURLResponse.expires_at:type_name -> google.protobuf.Timestamp
-	52, // 42: opendsec.v1.Metrics.time:type_name -> google.protobuf.Timestamp
-	50, // 43: opendsec.v1.Metrics.cpu_time:type_name -> google.protobuf.Duration
+	54, // 39: opendsec.v1.Denial.time:type_name -> google.protobuf.Timestamp
+	52, // 40: opendsec.v1.GetURLRequest.ttl:type_name -> google.protobuf.Duration
+	54, // 41: opendsec.v1.GetURLResponse.expires_at:type_name -> google.protobuf.Timestamp
+	54, // 42: opendsec.v1.Metrics.time:type_name -> google.protobuf.Timestamp
+	52, // 43: opendsec.v1.Metrics.cpu_time:type_name -> google.protobuf.Duration
 	1,  // 44: opendsec.v1.ErrorInfo.domain:type_name -> opendsec.v1.Domain
 	0,  // 45: opendsec.v1.ErrorInfo.state:type_name -> opendsec.v1.State
 	4,  // 46: opendsec.v1.ErrorInfo.end:type_name -> opendsec.v1.End
@@ -3377,25 +3476,27 @@ var file_opendsec_v1_sandbox_proto_depIdxs = []int32{
 	35, // 61: opendsec.v1.SandboxService.ExplainNetwork:input_type -> opendsec.v1.ExplainNetworkRequest
 	38, // 62: opendsec.v1.SandboxService.ListDenied:input_type -> opendsec.v1.ListDeniedRequest
 	41, // 63: opendsec.v1.SandboxService.GetURL:input_type -> opendsec.v1.GetURLRequest
-	7,  // 64: opendsec.v1.SandboxService.CreateSandbox:output_type -> opendsec.v1.CreateSandboxResponse
-	9,  // 65: opendsec.v1.SandboxService.CreateSandboxes:output_type -> opendsec.v1.CreateSandboxesResponse
-	12, // 66: opendsec.v1.SandboxService.GetSandbox:output_type -> opendsec.v1.GetSandboxResponse
-	14, // 67: opendsec.v1.SandboxService.ListSandboxes:output_type -> opendsec.v1.ListSandboxesResponse
-	16, // 68: opendsec.v1.SandboxService.StopSandbox:output_type -> opendsec.v1.StopSandboxResponse
-	18, // 69: opendsec.v1.SandboxService.SetTTL:output_type -> opendsec.v1.SetTTLResponse
-	20, // 70: opendsec.v1.SandboxService.RefreshSandbox:output_type -> opendsec.v1.RefreshSandboxResponse
-	22, // 71: opendsec.v1.SandboxService.GetMetrics:output_type -> opendsec.v1.GetMetricsResponse
-	24, // 72: opendsec.v1.SandboxService.PauseSandbox:output_type -> opendsec.v1.PauseSandboxResponse
-	26, // 73: opendsec.v1.SandboxService.ResumeSandbox:output_type -> opendsec.v1.ResumeSandboxResponse
-	28, // 74: opendsec.v1.SandboxService.ForkSandbox:output_type -> opendsec.v1.ForkSandboxResponse
-	30, // 75: opendsec.v1.SandboxService.CreateSnapshot:output_type -> opendsec.v1.CreateSnapshotResponse
-	32, // 76: opendsec.v1.SandboxService.PackDiff:output_type -> opendsec.v1.PackDiffResponse
-	34, // 77: opendsec.v1.SandboxService.UpdateNetwork:output_type -> opendsec.v1.UpdateNetworkResponse
-	36, // 78: opendsec.v1.SandboxService.ExplainNetwork:output_type -> opendsec.v1.ExplainNetworkResponse
-	39, // 79: opendsec.v1.SandboxService.ListDenied:output_type -> opendsec.v1.ListDeniedResponse
-	42, // 80: opendsec.v1.SandboxService.GetURL:output_type -> opendsec.v1.GetURLResponse
-	64, // [64:81] is the sub-list for method output_type
-	47, // [47:64] is the sub-list for method input_type
+	43, // 64: opendsec.v1.SandboxService.RevokeURL:input_type -> opendsec.v1.RevokeURLRequest
+	7,  // 65: opendsec.v1.SandboxService.CreateSandbox:output_type -> opendsec.v1.CreateSandboxResponse
+	9,  // 66: opendsec.v1.SandboxService.CreateSandboxes:output_type -> opendsec.v1.CreateSandboxesResponse
+	12, // 67: opendsec.v1.SandboxService.GetSandbox:output_type -> opendsec.v1.GetSandboxResponse
+	14, // 68: opendsec.v1.SandboxService.ListSandboxes:output_type -> opendsec.v1.ListSandboxesResponse
+	16, // 69: opendsec.v1.SandboxService.StopSandbox:output_type -> opendsec.v1.StopSandboxResponse
+	18, // 70: opendsec.v1.SandboxService.SetTTL:output_type -> opendsec.v1.SetTTLResponse
+	20, // 71: opendsec.v1.SandboxService.RefreshSandbox:output_type -> opendsec.v1.RefreshSandboxResponse
+	22, // 72: opendsec.v1.SandboxService.GetMetrics:output_type -> opendsec.v1.GetMetricsResponse
+	24, // 73: opendsec.v1.SandboxService.PauseSandbox:output_type -> opendsec.v1.PauseSandboxResponse
+	26, // 74: opendsec.v1.SandboxService.ResumeSandbox:output_type -> opendsec.v1.ResumeSandboxResponse
+	28, // 75: opendsec.v1.SandboxService.ForkSandbox:output_type -> opendsec.v1.ForkSandboxResponse
+	30, // 76: opendsec.v1.SandboxService.CreateSnapshot:output_type -> opendsec.v1.CreateSnapshotResponse
+	32, // 77: opendsec.v1.SandboxService.PackDiff:output_type -> opendsec.v1.PackDiffResponse
+	34, // 78: opendsec.v1.SandboxService.UpdateNetwork:output_type -> opendsec.v1.UpdateNetworkResponse
+	36, // 79: opendsec.v1.SandboxService.ExplainNetwork:output_type -> opendsec.v1.ExplainNetworkResponse
+	39, // 80: opendsec.v1.SandboxService.ListDenied:output_type -> opendsec.v1.ListDeniedResponse
+	42, // 81: opendsec.v1.SandboxService.GetURL:output_type -> opendsec.v1.GetURLResponse
+	44, // 82: opendsec.v1.SandboxService.RevokeURL:output_type -> opendsec.v1.RevokeURLResponse
+	65, // [65:83] is the sub-list for method output_type
+	47, // [47:65] is the sub-list for method input_type
 	47, // [47:47] is the sub-list for extension type_name
 	47, // [47:47] is the sub-list for extension extendee
 	0,  // [0:47] is the sub-list for field type_name
@@ -3419,7 +3520,7 @@ func file_opendsec_v1_sandbox_proto_init() {
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_opendsec_v1_sandbox_proto_rawDesc), len(file_opendsec_v1_sandbox_proto_rawDesc)),
 			NumEnums:      3,
-			NumMessages:   47,
+			NumMessages:   49,
 			NumExtensions: 0,
 			NumServices:   1,
 		},

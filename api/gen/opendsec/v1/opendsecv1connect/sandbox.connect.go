@@ -90,6 +90,9 @@ const (
 	SandboxServiceListDeniedProcedure = "/opendsec.v1.SandboxService/ListDenied"
 	// SandboxServiceGetURLProcedure is the fully-qualified name of the SandboxService's GetURL RPC.
 	SandboxServiceGetURLProcedure = "/opendsec.v1.SandboxService/GetURL"
+	// SandboxServiceRevokeURLProcedure is the fully-qualified name of the SandboxService's RevokeURL
+	// RPC.
+	SandboxServiceRevokeURLProcedure = "/opendsec.v1.SandboxService/RevokeURL"
 )
 
 // SandboxServiceClient is a client for the opendsec.v1.SandboxService service.
@@ -138,6 +141,9 @@ type SandboxServiceClient interface {
 	// GetURL returns an address by which anybody who knows it reaches a server in
 	// a sandbox over HTTP or WebSocket, until it expires or the sandbox ends.
 	GetURL(context.Context, *connect.Request[v1.GetURLRequest]) (*connect.Response[v1.GetURLResponse], error)
+	// RevokeURL takes back an address that GetURL returned, and no other. Requests
+	// that begin after it are refused, within a second on all servers.
+	RevokeURL(context.Context, *connect.Request[v1.RevokeURLRequest]) (*connect.Response[v1.RevokeURLResponse], error)
 }
 
 // NewSandboxServiceClient constructs a client for the opendsec.v1.SandboxService service. By
@@ -253,6 +259,12 @@ func NewSandboxServiceClient(httpClient connect.HTTPClient, baseURL string, opts
 			connect.WithSchema(sandboxServiceMethods.ByName("GetURL")),
 			connect.WithClientOptions(opts...),
 		),
+		revokeURL: connect.NewClient[v1.RevokeURLRequest, v1.RevokeURLResponse](
+			httpClient,
+			baseURL+SandboxServiceRevokeURLProcedure,
+			connect.WithSchema(sandboxServiceMethods.ByName("RevokeURL")),
+			connect.WithClientOptions(opts...),
+		),
 	}
 }
 
@@ -275,6 +287,7 @@ type sandboxServiceClient struct {
 	explainNetwork  *connect.Client[v1.ExplainNetworkRequest, v1.ExplainNetworkResponse]
 	listDenied      *connect.Client[v1.ListDeniedRequest, v1.ListDeniedResponse]
 	getURL          *connect.Client[v1.GetURLRequest, v1.GetURLResponse]
+	revokeURL       *connect.Client[v1.RevokeURLRequest, v1.RevokeURLResponse]
 }
 
 // CreateSandbox calls opendsec.v1.SandboxService.CreateSandbox.
@@ -362,6 +375,11 @@ func (c *sandboxServiceClient) GetURL(ctx context.Context, req *connect.Request[
 	return c.getURL.CallUnary(ctx, req)
 }
 
+// RevokeURL calls opendsec.v1.SandboxService.RevokeURL.
+func (c *sandboxServiceClient) RevokeURL(ctx context.Context, req *connect.Request[v1.RevokeURLRequest]) (*connect.Response[v1.RevokeURLResponse], error) {
+	return c.revokeURL.CallUnary(ctx, req)
+}
+
 // SandboxServiceHandler is an implementation of the opendsec.v1.SandboxService service.
 type SandboxServiceHandler interface {
 	// CreateSandbox makes a sandbox and answers when it can run commands.
@@ -408,6 +426,9 @@ type SandboxServiceHandler interface {
 	// GetURL returns an address by which anybody who knows it reaches a server in
 	// a sandbox over HTTP or WebSocket, until it expires or the sandbox ends.
 	GetURL(context.Context, *connect.Request[v1.GetURLRequest]) (*connect.Response[v1.GetURLResponse], error)
+	// RevokeURL takes back an address that GetURL returned, and no other. Requests
+	// that begin after it are refused, within a second on all servers.
+	RevokeURL(context.Context, *connect.Request[v1.RevokeURLRequest]) (*connect.Response[v1.RevokeURLResponse], error)
 }
 
 // NewSandboxServiceHandler builds an HTTP handler from the service implementation. It returns the
@@ -519,6 +540,12 @@ func NewSandboxServiceHandler(svc SandboxServiceHandler, opts ...connect.Handler
 		connect.WithSchema(sandboxServiceMethods.ByName("GetURL")),
 		connect.WithHandlerOptions(opts...),
 	)
+	sandboxServiceRevokeURLHandler := connect.NewUnaryHandler(
+		SandboxServiceRevokeURLProcedure,
+		svc.RevokeURL,
+		connect.WithSchema(sandboxServiceMethods.ByName("RevokeURL")),
+		connect.WithHandlerOptions(opts...),
+	)
 	return "/opendsec.v1.SandboxService/", http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		switch r.URL.Path {
 		case SandboxServiceCreateSandboxProcedure:
@@ -555,6 +582,8 @@ func NewSandboxServiceHandler(svc SandboxServiceHandler, opts ...connect.Handler
 			sandboxServiceListDeniedHandler.ServeHTTP(w, r)
 		case SandboxServiceGetURLProcedure:
 			sandboxServiceGetURLHandler.ServeHTTP(w, r)
+		case SandboxServiceRevokeURLProcedure:
+			sandboxServiceRevokeURLHandler.ServeHTTP(w, r)
 		default:
 			http.NotFound(w, r)
 		}
@@ -630,4 +659,8 @@ func (UnimplementedSandboxServiceHandler) ListDenied(context.Context, *connect.R
 
 func (UnimplementedSandboxServiceHandler) GetURL(context.Context, *connect.Request[v1.GetURLRequest]) (*connect.Response[v1.GetURLResponse], error) {
 	return nil, connect.NewError(connect.CodeUnimplemented, errors.New("opendsec.v1.SandboxService.GetURL is not implemented"))
+}
+
+func (UnimplementedSandboxServiceHandler) RevokeURL(context.Context, *connect.Request[v1.RevokeURLRequest]) (*connect.Response[v1.RevokeURLResponse], error) {
+	return nil, connect.NewError(connect.CodeUnimplemented, errors.New("opendsec.v1.SandboxService.RevokeURL is not implemented"))
 }

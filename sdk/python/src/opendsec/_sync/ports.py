@@ -55,6 +55,20 @@ class Ports:
         answer = self._conn.call(self._api.get_url, request)
         return answer.url
 
+    def revoke_url(self, url: str) -> None:
+        """Take back an address of ``get_url``, and no other. It may be repeated.
+
+        Requests that begin afterwards are refused, within a second on all
+        servers of the installation; those that are open, and WebSockets, go on.
+
+        Raises:
+            InvalidArgumentError: url is no address of this sandbox.
+        """
+        if not isinstance(url, str):
+            raise invalid("url", f"{type(url).__name__} is no address; give what get_url returned")
+        request = sandbox_pb.RevokeURLRequest(id=self._agent.id, url=url)
+        self._conn.call(self._api.revoke_url, request)
+
     def forward(
         self,
         port: int,

@@ -16,7 +16,7 @@ from connectrpc.server import ConnectASGIApplication, ConnectWSGIApplication, DE
 from protobuf import DescService
 
 from . import sandbox_pb
-from .sandbox_pb import CreateSandboxRequest, CreateSandboxResponse, CreateSandboxesRequest, CreateSandboxesResponse, CreateSnapshotRequest, CreateSnapshotResponse, ExplainNetworkRequest, ExplainNetworkResponse, ForkSandboxRequest, ForkSandboxResponse, GetMetricsRequest, GetMetricsResponse, GetSandboxRequest, GetSandboxResponse, GetURLRequest, GetURLResponse, ListDeniedRequest, ListDeniedResponse, ListSandboxesRequest, ListSandboxesResponse, PackDiffRequest, PackDiffResponse, PauseSandboxRequest, PauseSandboxResponse, RefreshSandboxRequest, RefreshSandboxResponse, ResumeSandboxRequest, ResumeSandboxResponse, SetTTLRequest, SetTTLResponse, StopSandboxRequest, StopSandboxResponse, UpdateNetworkRequest, UpdateNetworkResponse
+from .sandbox_pb import CreateSandboxRequest, CreateSandboxResponse, CreateSandboxesRequest, CreateSandboxesResponse, CreateSnapshotRequest, CreateSnapshotResponse, ExplainNetworkRequest, ExplainNetworkResponse, ForkSandboxRequest, ForkSandboxResponse, GetMetricsRequest, GetMetricsResponse, GetSandboxRequest, GetSandboxResponse, GetURLRequest, GetURLResponse, ListDeniedRequest, ListDeniedResponse, ListSandboxesRequest, ListSandboxesResponse, PackDiffRequest, PackDiffResponse, PauseSandboxRequest, PauseSandboxResponse, RefreshSandboxRequest, RefreshSandboxResponse, ResumeSandboxRequest, ResumeSandboxResponse, RevokeURLRequest, RevokeURLResponse, SetTTLRequest, SetTTLResponse, StopSandboxRequest, StopSandboxResponse, UpdateNetworkRequest, UpdateNetworkResponse
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Iterable, Mapping
@@ -141,6 +141,13 @@ class SandboxService(Protocol):
         """
         GetURL returns an address by which anybody who knows it reaches a server in
         a sandbox over HTTP or WebSocket, until it expires or the sandbox ends.
+        """
+        raise ConnectError(Code.UNIMPLEMENTED, 'Not implemented')
+
+    async def revoke_url(self, request: RevokeURLRequest, ctx: RequestContext[RevokeURLRequest, RevokeURLResponse], /) -> RevokeURLResponse:
+        """
+        RevokeURL takes back an address that GetURL returned, and no other. Requests
+        that begin after it are refused, within a second on all servers.
         """
         raise ConnectError(Code.UNIMPLEMENTED, 'Not implemented')
 
@@ -331,6 +338,16 @@ class SandboxServiceASGIApplication(ConnectASGIApplication[SandboxService]):
                         idempotency_level=IdempotencyLevel.UNKNOWN,
                     ),
                     function=svc.get_url,
+                ),
+                "/opendsec.v1.SandboxService/RevokeURL": Endpoint.unary(
+                    method=MethodInfo(
+                        name="RevokeURL",
+                        service_name="opendsec.v1.SandboxService",
+                        input=RevokeURLRequest,
+                        output=RevokeURLResponse,
+                        idempotency_level=IdempotencyLevel.UNKNOWN,
+                    ),
+                    function=svc.revoke_url,
                 ),
             },
             interceptors=interceptors,
@@ -751,6 +768,30 @@ class SandboxServiceClient(ConnectClient):
             timeout_ms=timeout_ms,
         )
 
+    async def revoke_url(
+        self,
+        request: RevokeURLRequest,
+        *,
+        headers: Headers | Mapping[str, str] | None = None, 
+        timeout_ms: int | None = None,
+    ) -> RevokeURLResponse:
+        """
+        RevokeURL takes back an address that GetURL returned, and no other. Requests
+        that begin after it are refused, within a second on all servers.
+        """
+        return await self.execute_unary(
+            request=request,
+            method=MethodInfo(
+                name="RevokeURL",
+                service_name="opendsec.v1.SandboxService",
+                input=RevokeURLRequest,
+                output=RevokeURLResponse,
+                idempotency_level=IdempotencyLevel.UNKNOWN,
+            ),
+            headers=headers,
+            timeout_ms=timeout_ms,
+        )
+
 class SandboxServiceSync(Protocol):
     """
     SandboxService makes, finds and ends sandboxes. A call without a right in
@@ -865,6 +906,13 @@ class SandboxServiceSync(Protocol):
         """
         GetURL returns an address by which anybody who knows it reaches a server in
         a sandbox over HTTP or WebSocket, until it expires or the sandbox ends.
+        """
+        raise ConnectError(Code.UNIMPLEMENTED, 'Not implemented')
+
+    def revoke_url(self, request: RevokeURLRequest, ctx: RequestContext[RevokeURLRequest, RevokeURLResponse], /) -> RevokeURLResponse:
+        """
+        RevokeURL takes back an address that GetURL returned, and no other. Requests
+        that begin after it are refused, within a second on all servers.
         """
         raise ConnectError(Code.UNIMPLEMENTED, 'Not implemented')
 
@@ -1053,6 +1101,16 @@ class SandboxServiceWSGIApplication(ConnectWSGIApplication):
                         idempotency_level=IdempotencyLevel.UNKNOWN,
                     ),
                     function=service.get_url,
+                ),
+                "/opendsec.v1.SandboxService/RevokeURL": EndpointSync.unary(
+                    method=MethodInfo(
+                        name="RevokeURL",
+                        service_name="opendsec.v1.SandboxService",
+                        input=RevokeURLRequest,
+                        output=RevokeURLResponse,
+                        idempotency_level=IdempotencyLevel.UNKNOWN,
+                    ),
+                    function=service.revoke_url,
                 ),
             },
             interceptors=interceptors,
@@ -1451,6 +1509,29 @@ class SandboxServiceClientSync(ConnectClientSync):
                 service_name="opendsec.v1.SandboxService",
                 input=GetURLRequest,
                 output=GetURLResponse,
+                idempotency_level=IdempotencyLevel.UNKNOWN,
+            ),
+            headers=headers,
+            timeout_ms=timeout_ms,
+        )
+    def revoke_url(
+        self,
+        request: RevokeURLRequest,
+        *,
+        headers: Headers | Mapping[str, str] | None = None, 
+        timeout_ms: int | None = None,
+    ) -> RevokeURLResponse:
+        """
+        RevokeURL takes back an address that GetURL returned, and no other. Requests
+        that begin after it are refused, within a second on all servers.
+        """
+        return self.execute_unary(
+            request=request,
+            method=MethodInfo(
+                name="RevokeURL",
+                service_name="opendsec.v1.SandboxService",
+                input=RevokeURLRequest,
+                output=RevokeURLResponse,
                 idempotency_level=IdempotencyLevel.UNKNOWN,
             ),
             headers=headers,
