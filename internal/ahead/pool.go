@@ -208,7 +208,7 @@ func (p *Pool[K, T]) fill() {
 		t, err := p.o.Make(p.ctx, k)
 		if err != nil {
 			if p.ctx.Err() == nil {
-				p.o.Log.Warn("cannot make a machine ahead; the next use or minute tries again", "error", err)
+				p.o.Log.Warn("what is to be ready cannot be made; the next use or minute tries again", "error", err)
 			}
 			return
 		}
@@ -281,7 +281,7 @@ func (p *Pool[K, T]) shares() map[K]int {
 
 func (p *Pool[K, T]) discard(t T) {
 	if err := p.o.End(t); err != nil {
-		p.o.Log.Error("cannot end a machine that was made ahead", "error", err)
+		p.o.Log.Error("cannot end what was made ahead", "error", err)
 	}
 }
 

@@ -70,7 +70,6 @@ type Backend struct {
 	slots  *netslot.Pool
 	load   *ahead.Load
 	disks  *diskPool
-	stop   context.CancelFunc // ends the pool of disks
 	pool   *ahead.Pool[key, *ready]
 
 	choice  sync.Mutex // held while a runtime is chosen
@@ -123,10 +122,9 @@ func Open(o Options) (*Backend, error) {
 	if o.Slots == nil {
 		o.Ready = 0
 	}
-	ctx, stop := context.WithCancel(context.Background())
 	b := &Backend{
 		log: o.Log, state: o.StateDir, dir: dir, prefix: o.Prefix, agent: o.Agent, wanted: o.Runtime, fsck: fsck,
-		slots: o.Slots, load: o.Load, disks: newDiskPool(ctx, o.Log, t, o.ReadyDisks, o.Load), stop: stop,
+		slots: o.Slots, load: o.Load, disks: newDiskPool(o.Log, t, o.ReadyDisks, o.Load),
 		live: map[sandbox.ID]*instance{}, serves: map[sandbox.ID]sandbox.ID{},
 	}
 	b.pool = ahead.New(ahead.Options[key, *ready]{
@@ -151,9 +149,7 @@ func (b *Backend) Probe(ctx context.Context) (backend.Features, error) {
 // Close ends what is held ready and stops to watch the containers of sandboxes,
 // which go on.
 func (b *Backend) Close() error {
-	err := b.pool.Close()
-	b.stop()
-	<-b.disks.done
+	err := errors.Join(b.pool.Close(), b.disks.Close()) // in this order, as one takes from the other
 	b.mu.Lock()
 	for _, i := range b.live {
 		i.process.fd.Close()

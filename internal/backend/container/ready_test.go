@@ -186,8 +186,9 @@ func TestSweepsReady(t *testing.T) {
 	s := newStock(t)
 	cfg, used := s.sandbox()
 	_, pooled := s.wait()
-	s.backend.stop() // its disks are not the matter here
-	<-s.backend.disks.done
+	if err := s.backend.disks.Close(); err != nil { // they are not the matter here
+		t.Fatal(err)
+	}
 	second := s.another()
 	defer func() {
 		if err := second.Close(); err != nil {
