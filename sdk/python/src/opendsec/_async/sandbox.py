@@ -274,20 +274,20 @@ class Sandbox(Shells, Files, Ports):
         if answer.sandbox is not None:
             self._take(answer.sandbox)
 
-    async def update_network(self, network_rules: Mapping[str, bool]) -> None:
+    async def update_network(self, rules: Mapping[str, bool]) -> None:
         """Replace the sandbox's network rules, also while it is paused.
 
         When it returns, the new rules are in force, and connections that they do not allow are cut.
 
         Args:
-            network_rules: all of the new rules, as in :class:`DSecRunArgs`; empty closes all.
+            rules: all of the new rules, as ``network_rules`` in :class:`DSecRunArgs`; empty closes all.
 
         Raises:
-            InvalidArgumentError: a rule is wrong; it is named.
+            InvalidArgumentError: a rule is wrong; it is named, and ``field`` is ``network_rules``.
             SandboxEndedError: it has ended.
         """
         request = sandbox_pb.UpdateNetworkRequest(
-            id=self.id, network_rules=check_rules("network_rules", network_rules)
+            id=self.id, network_rules=check_rules("network_rules", rules)
         )
         answer = await self._conn.call(self._api.update_network, request)
         if answer.sandbox is not None:
