@@ -46,11 +46,9 @@ func crash(t testing.TB, h backend.Handle) {
 
 func TestBackend(t *testing.T) { backendtest.Run(t, kindOf("", 0)) }
 
-func TestBackendWithPool(t *testing.T) { backendtest.Run(t, kindOf("", 2)) }
-
 // TestBackendOnRunc runs the suite on the runtime that is there on most
-// machines, and that TestBackend may not have chosen.
-func TestBackendOnRunc(t *testing.T) { backendtest.Run(t, kindOf("runc", 0)) }
+// machines, and that TestBackend may not have chosen, with containers made ahead.
+func TestBackendOnRunc(t *testing.T) { backendtest.Run(t, kindOf("runc", 2)) }
 
 // machine makes a container that is destroyed at the test's end, and returns
 // the host's number of its first process, which is the agent by then.
