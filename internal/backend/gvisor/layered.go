@@ -71,6 +71,9 @@ func (i *instance) writePacked(files []*os.File) (layout, error) {
 		return layout{}, err
 	}
 	if err == nil {
+		for _, f := range files[:last] {
+			beginWriting(f, 0, 0)
+		}
 		_, err = packMemory(files[last], saved)
 	}
 	if i.paused && err == nil {

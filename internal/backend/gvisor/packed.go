@@ -18,9 +18,9 @@ import (
 
 const (
 	memoryPage  = 4 << 10
-	packedChunk = 1 << 20  // bytes that are copied at a time
-	packedPart  = 16 << 20 // bytes that are copied in one go
-	packers     = 2        // that copy at once: more only wait for each other in the file system
+	packedChunk = 1 << 20 // bytes that are copied at a time
+	packedPart  = 4 << 20 // bytes that are copied before the host writes them out
+	packers     = 2       // that copy at once: more only wait for each other in the file system
 )
 
 // packMemory writes a packed memory file and returns how many bytes it has of
@@ -69,10 +69,16 @@ func (p piece) parts() iter.Seq[piece] {
 func packPart(to, from *os.File, p piece) (written int64, err error) {
 	written, err = packPiece(to, from, p, make([]byte, min(p.Length, packedChunk)))
 	if err == nil && written > 0 {
-		// It only begins sooner: one that is refused costs nothing.
-		_ = unix.SyncFileRange(int(to.Fd()), p.Place, p.Length, unix.SYNC_FILE_RANGE_WRITE)
+		beginWriting(to, p.Place, p.Length)
 	}
 	return written, err
+}
+
+// beginWriting has the host begin to write a part of a file out, or all of it
+// from a place on with a length of 0. One that is refused begins later, with the
+// sync.
+func beginWriting(f *os.File, at, length int64) {
+	_ = unix.SyncFileRange(int(f.Fd()), at, length, unix.SYNC_FILE_RANGE_WRITE)
 }
 
 // packPiece copies what a piece has data of.
