@@ -13,11 +13,9 @@ import (
 	"log/slog"
 	"net"
 	"os"
-	"syscall"
 
 	"github.com/kernflux/opendsec/internal/daemon"
 	"github.com/kernflux/opendsec/internal/mtls"
-	"github.com/kernflux/opendsec/internal/takeover"
 )
 
 // Server is one server's configuration file, with all that it takes to run it.
@@ -107,8 +105,7 @@ func Open(pki, role, addr string) (*mtls.Identity, net.Listener, error) {
 	if err != nil {
 		return nil, nil, err
 	}
-	var ln net.Listener
-	err = takeover.Wait(takeover.Patience, func() (err error) { ln, err = net.Listen("tcp", addr); return err }, syscall.EADDRINUSE)
+	ln, err := net.Listen("tcp", addr)
 	if err != nil {
 		return nil, nil, fmt.Errorf("listen on %s: %w; is it running already?", addr, err)
 	}

@@ -1,4 +1,4 @@
-// Package takeover takes what one process at a time may have, as a lock, a port
+// Package takeover takes what one process at a time may have, as a lock, an address
 // or a queue of the kernel, from a process that was killed. Its children may
 // have its files open for a moment longer: one that it was just starting
 // inherits all of them and closes them when it executes its program. It takes
