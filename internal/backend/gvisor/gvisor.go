@@ -323,7 +323,12 @@ func (b *Backend) startTending() {
 // Forget ends what is held ready of an image, by its directory, so that its
 // files can go from the disk. Machines go on.
 func (b *Backend) Forget(dir string) {
-	b.origins.Delete(dir)
+	b.origins.Range(func(state, _ any) bool {
+		if within(state.(string), dir) {
+			b.origins.Delete(state)
+		}
+		return true
+	})
 	for _, p := range []*ahead.Pool[key, *sentry]{b.pool, b.booted, b.copies} {
 		p.Forget(func(k key) bool { return k.of(dir) })
 	}
