@@ -18,9 +18,41 @@ const (
 	yield = time.Second
 )
 
-// Load counts the work that somebody waits for, and that would be slower with
-// anything made beside it. The zero value and nil have none.
-type Load struct{ n atomic.Int64 }
+// Load says what else a machine has to do and to hold: the work that somebody
+// waits for, and that would be slower with anything made beside it, and memory.
+// The zero value and nil have no work and enough memory.
+type Load struct {
+	n    atomic.Int64
+	room atomic.Pointer[func() Room]
+}
+
+// Room is how much memory there is for what is made ahead.
+type Room int
+
+// The rooms, each less than the one before.
+const (
+	Enough Room = iota
+	Short       // for what is ready, and no more
+	None        // not even for that
+)
+
+// LimitBy has the memory looked at by room, which is quick.
+func (l *Load) LimitBy(room func() Room) {
+	if l != nil {
+		l.room.Store(&room)
+	}
+}
+
+// Room returns how much memory there is.
+func (l *Load) Room() Room {
+	if l == nil {
+		return Enough
+	}
+	if room := l.room.Load(); room != nil {
+		return (*room)()
+	}
+	return Enough
+}
 
 // Begin counts one more, until end is called.
 func (l *Load) Begin() (end func()) {

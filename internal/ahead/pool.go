@@ -33,7 +33,8 @@ type Options[K comparable, T any] struct {
 	End func(T) error
 	// Ended reports whether a thing has come to its end by itself.
 	Ended func(T) bool
-	// Load is what nothing is made beside; nil is none.
+	// Load is what nothing is made beside, and whose memory bounds what is held;
+	// nil is none.
 	Load *Load
 }
 
@@ -239,7 +240,11 @@ func (p *Pool[K, T]) plan(now time.Time) (missing K, any bool, surplus []T) {
 		}
 		delete(p.used, oldest)
 	}
+	room := p.o.Load.Room()
 	shares := p.shares()
+	if room == None {
+		clear(shares)
+	}
 	for k, list := range p.ready {
 		n := shares[k]
 		if len(list) > n {
@@ -249,6 +254,9 @@ func (p *Pool[K, T]) plan(now time.Time) (missing K, any bool, surplus []T) {
 		if n == 0 {
 			delete(p.ready, k)
 		}
+	}
+	if room != Enough {
+		return missing, false, surplus
 	}
 	var latest time.Time
 	for k, d := range p.used {

@@ -333,3 +333,34 @@ func TestPoolSideBySide(t *testing.T) {
 		t.Errorf("%d live after the end", f.alive.Load())
 	}
 }
+
+// While memory is short nothing is made, and without any what is ready goes.
+func TestPoolGivesMemoryBack(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		f := &plant{t: t}
+		var room atomic.Int64
+		f.load.LimitBy(func() Room { return Room(room.Load()) })
+		p := f.pool(4)
+		p.Want("a", time.Now())
+		<-time.After(time.Second)
+		room.Store(int64(Short))
+		f.give(p, "a")
+		<-time.After(2 * review)
+		if f.alive.Load() != 3 {
+			t.Errorf("%d ready while memory is short; want what was left", f.alive.Load())
+		}
+		room.Store(int64(None))
+		<-time.After(2 * review)
+		if f.alive.Load() != 0 {
+			t.Errorf("%d ready without memory", f.alive.Load())
+		}
+		room.Store(int64(Enough))
+		<-time.After(2 * review)
+		if f.alive.Load() != 4 {
+			t.Errorf("%d ready with memory again", f.alive.Load())
+		}
+		if err := p.Close(); err != nil {
+			t.Error(err)
+		}
+	})
+}

@@ -192,6 +192,7 @@ func (e *Edge) open(ctx context.Context) error {
 	if err := e.measure(); err != nil {
 		return err
 	}
+	e.deps.Load.LimitBy(e.roomAhead)
 	if err := e.recover(ctx); err != nil {
 		return err
 	}

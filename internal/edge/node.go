@@ -4,6 +4,7 @@ import (
 	"context"
 	"fmt"
 
+	"github.com/kernflux/opendsec/internal/ahead"
 	"github.com/kernflux/opendsec/internal/backend"
 	"github.com/kernflux/opendsec/internal/edge/host"
 	"github.com/kernflux/opendsec/internal/fault"
@@ -63,6 +64,19 @@ func (e *Edge) full() error {
 	}
 	return fault.New(fault.Capacity, "node %s is low on memory: %d MiB are free and %d must stay so (memory_floor_mb); stop or pause sandboxes, or end what else takes memory there",
 		e.cfg.Name, free, e.floor)
+}
+
+// roomAhead says how much memory there is for machines that nobody asked for
+// yet. Where sandboxes are refused for want of it, they go within a minute.
+func (e *Edge) roomAhead() ahead.Room {
+	free, err := host.FreeMemoryMB()
+	switch {
+	case err != nil || free >= 2*e.floor:
+		return ahead.Enough
+	case free >= e.floor:
+		return ahead.Short
+	}
+	return ahead.None
 }
 
 // roomFor refuses to write a machine's state, its files and maybe its memory,

@@ -6,6 +6,7 @@ import (
 
 	"connectrpc.com/connect"
 
+	"github.com/kernflux/opendsec/internal/ahead"
 	"github.com/kernflux/opendsec/internal/fault"
 	"github.com/kernflux/opendsec/internal/sandbox"
 )
@@ -37,6 +38,9 @@ func TestLowMemory(t *testing.T) {
 	w.onSnapshot = func(*machine) error { t.Error("a fork that is refused took the sandbox's state"); return nil }
 	_, _, err = n.forkID(runs, true, 2, nil)
 	refused("a fork", err)
+	if room := n.roomAhead(); room != ahead.None {
+		t.Errorf("there is room %d for machines made ahead, want none", room)
+	}
 	for id, want := range map[sandbox.ID]sandbox.State{runs: sandbox.Running, paused: sandbox.Paused} {
 		if got := n.find(id).status().State; got != want {
 			t.Errorf("%s is %s, want %s", id, got, want)
