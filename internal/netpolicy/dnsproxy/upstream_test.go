@@ -1,6 +1,8 @@
 package dnsproxy
 
 import (
+	"context"
+	"errors"
 	"fmt"
 	"net/netip"
 	"os"
@@ -105,6 +107,22 @@ func TestNobodyAnswers(t *testing.T) {
 		if l := b.Log(); len(l) != 1 || l[0].Verdict != Failed || l[0].Why == "" {
 			t.Errorf("%s: log %+v", name, l)
 		}
+	}
+}
+
+// Who goes away while a resolver is asked says nothing about the resolver,
+// whichever of the two is heard of first.
+func TestGoneBlamesNobody(t *testing.T) {
+	p := proxy(t, Config{Upstreams: []string{serve(t, silent).addr()}, Patience: 1}) // busy, so that both wait for it
+	for range 200 {
+		ctx, cancel := context.WithTimeout(t.Context(), time.Hour)
+		time.AfterFunc(time.Millisecond, cancel)
+		if _, err := p.upstreams.exchange(ctx, question{"example.com", dns.TypeA}); !errors.Is(err, context.Canceled) {
+			t.Errorf("asked by nobody: %v", err)
+		}
+	}
+	if p.upstreams.all[0].badUntil.Load() != 0 {
+		t.Error("the resolver is blamed")
 	}
 }
 

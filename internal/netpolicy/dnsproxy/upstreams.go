@@ -210,7 +210,7 @@ func (us *upstreams) exchange(ctx context.Context, q question) (*dns.Msg, error)
 				return t.msg, nil
 			}
 			bad[t.u] = true
-			if t.err != nil {
+			if t.err != nil && ctx.Err() != context.Canceled { // it is not to blame for who went away
 				us.failed([]*upstream{t.u})
 			}
 			if last.msg == nil {
