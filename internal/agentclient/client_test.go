@@ -10,6 +10,10 @@ import (
 	"testing"
 	"time"
 
+	"connectrpc.com/connect"
+
+	agentv1 "github.com/kernflux/opendsec/api/gen/agent/v1"
+	"github.com/kernflux/opendsec/api/gen/agent/v1/agentv1connect"
 	"github.com/kernflux/opendsec/internal/fault"
 )
 
@@ -77,6 +81,53 @@ func TestWaitReadyGivesUp(t *testing.T) {
 	if err := c.WaitReady(ctx); !errors.Is(err, syscall.ECONNREFUSED) {
 		t.Errorf("WaitReady = %v, want the last attempt's error", err)
 	}
+}
+
+// Greet goes on until the agent says something, and has the time right then.
+func TestGreet(t *testing.T) {
+	var hellos atomic.Int32
+	var mux http.ServeMux
+	mux.Handle(agentv1connect.NewAgentHandler(greeter{hello: func(m *agentv1.HelloRequest) error {
+		if off := time.Since(m.GetNow().AsTime()); off < -time.Second || off > time.Second {
+			t.Errorf("the time is %v off", off)
+		}
+		if hellos.Add(1) == 1 {
+			panic(http.ErrAbortHandler) // the agent goes before it answers
+		}
+		if m.GetDefaultUser() == "nobody" {
+			return fault.ToConnect(fault.Invalid("default_user", "no such user"))
+		}
+		return nil
+	}}))
+	var attempts atomic.Int32
+	l := serve(t, &mux)
+	c := New(func(ctx context.Context) (net.Conn, error) {
+		if attempts.Add(1) <= 3 {
+			return nil, syscall.ECONNREFUSED
+		}
+		return to(l)(ctx)
+	}, "t")
+	defer c.Close()
+	id := Identity{Token: "new", Now: time.Now()}
+	if _, err := c.Greet(t.Context(), id); err != nil || hellos.Load() != 2 {
+		t.Errorf("Greet = %v after %d calls; want none after the second", err, hellos.Load())
+	}
+	id.User = "nobody"
+	if _, err := c.Greet(t.Context(), id); !fault.Is(err, fault.InvalidArgument) || hellos.Load() != 3 {
+		t.Errorf("Greet = %v after %d calls; want the agent's refusal at once", err, hellos.Load())
+	}
+}
+
+type greeter struct {
+	agentv1connect.UnimplementedAgentHandler
+	hello func(*agentv1.HelloRequest) error
+}
+
+func (g greeter) Hello(_ context.Context, req *connect.Request[agentv1.HelloRequest]) (*connect.Response[agentv1.HelloResponse], error) {
+	if err := g.hello(req.Msg); err != nil {
+		return nil, err
+	}
+	return connect.NewResponse(&agentv1.HelloResponse{}), nil
 }
 
 func TestCloseBreaksCalls(t *testing.T) {

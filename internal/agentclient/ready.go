@@ -5,6 +5,8 @@ import (
 	"fmt"
 	"net"
 	"time"
+
+	"github.com/kernflux/opendsec/internal/fault"
 )
 
 // How WaitReady tries. A machine that is not up yet swallows the first packet
@@ -19,7 +21,26 @@ const (
 
 // WaitReady returns when the agent answers /health, or with the last failure
 // when ctx ends.
-func (c *Client) WaitReady(ctx context.Context) error {
+func (c *Client) WaitReady(ctx context.Context) error { return c.firstCall(ctx, c.Health) }
+
+// Greet is WaitReady and Hello in one: a machine that has just been restored
+// takes longer for its first call than for any later one. What id says of the
+// time is of now.
+func (c *Client) Greet(ctx context.Context, id Identity) (info Info, err error) {
+	begin := time.Now()
+	err = c.firstCall(ctx, func(ctx context.Context) (err error) {
+		now := id
+		if !id.Now.IsZero() {
+			now.Now = id.Now.Add(time.Since(begin))
+		}
+		info, err = c.Hello(ctx, now)
+		return err
+	})
+	return info, err
+}
+
+// firstCall makes a call until the agent answers it.
+func (c *Client) firstCall(ctx context.Context, call func(context.Context) error) error {
 	begin := time.Now()
 	for {
 		conn, err := c.firstConn(ctx, begin)
@@ -27,8 +48,8 @@ func (c *Client) WaitReady(ctx context.Context) error {
 			return fmt.Errorf("wait for the sandbox's agent: %w", err)
 		}
 		c.keep(conn)
-		if err = c.Health(ctx); err == nil {
-			return nil
+		if err = call(ctx); err == nil || ctx.Err() == nil && !fault.Is(err, fault.Unavailable) {
+			return err
 		}
 		select {
 		case <-time.After(pause(begin)):

@@ -323,10 +323,7 @@ func (e *Edge) greet(ctx context.Context, b *box) error {
 // introduce waits for the agent and gives the machine its identity.
 func (e *Edge) introduce(ctx context.Context, b *box) error {
 	_, agent := b.machine()
-	if err := agent.WaitReady(ctx); err != nil {
-		return fmt.Errorf("wait for the agent: %w", err)
-	}
-	if _, err := agent.Hello(ctx, e.identity(b)); err != nil {
+	if _, err := agent.Greet(ctx, e.identity(b)); err != nil {
 		return fmt.Errorf("greet the agent: %w", b.refused(err))
 	}
 	return nil

@@ -29,7 +29,7 @@ var guestOnce = sync.OnceValues(func() ([]byte, error) {
 	}
 	defer os.RemoveAll(dir)
 	path := filepath.Join(dir, "guest")
-	out, err := exec.Command("cc", "-static", "-O2", "-pthread", "-o", path, "testdata/guest.c", "testdata/files.c").CombinedOutput()
+	out, err := exec.Command("cc", "-static", "-O2", "-pthread", "-o", path, "testdata/guest.c", "testdata/files.c", "testdata/waits.c").CombinedOutput()
 	if err != nil {
 		return nil, fmt.Errorf("build testdata/*.c, which needs gcc and libc6-dev: %w\n%s", err, out)
 	}

@@ -133,7 +133,7 @@ func New(o Options) (*Backend, error) {
 	b := &Backend{log: o.Log, opts: o, conf: conf, work: newWorkers(), live: map[string]sandbox.ID{},
 		held: map[string]*sentry{}, shares: newShares(o.StateDir), tending: make(chan struct{}, 1)}
 	b.pool = b.newPool(o.Pool, b.prepare)
-	b.booted = b.newPool(o.Pool, func(ctx context.Context, k key) (*sentry, error) { return b.lend(ctx, k, b.hold) })
+	b.booted = b.newPool(o.Pool, b.bootAhead)
 	b.copies = b.newPool(0, b.copy)
 	return b, nil
 }

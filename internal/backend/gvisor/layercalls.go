@@ -25,6 +25,7 @@ const (
 	callLayerStat    = "containerManager.LayerStat"
 	callLayerFDs     = "containerManager.LayerFDs"
 	callLayerDetach  = "containerManager.LayerDetach"
+	callRestoreAhead = "containerManager.RestoreAhead"
 	callRestoreStart = "containerManager.RestoreStart"
 )
 

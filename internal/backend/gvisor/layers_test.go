@@ -8,6 +8,7 @@ import (
 	"os"
 	"path/filepath"
 	"strings"
+	"sync"
 	"testing"
 	"time"
 	"unsafe"
@@ -129,6 +130,28 @@ func TestGuestSeesTheSame(t *testing.T) {
 	if got := meminfo(m); got < free-4<<10 || got > free+4<<10 {
 		t.Errorf("after it wrote to all of its memory it has %d KiB free, before %d", got, free)
 	}
+}
+
+// TestWaitsGoOn has threads wait in all kinds of system calls while the machine is
+// written down, forked and restored: in each copy each wait ends as it should, and
+// not before its time.
+func TestWaitsGoOn(t *testing.T) {
+	w := newWorld(t, 2)
+	m := w.guest()
+	if said := m.ask("wait"); said != "ok" {
+		t.Fatal(said)
+	}
+	child := m.fork()
+	all := map[string]*being{"source": m, "child": child, "grandchild": child.fork(), "restored": w.create(child.snapshot(true))}
+	var waking sync.WaitGroup
+	for name, m := range all {
+		waking.Go(func() {
+			if said, err := m.request("wake"); err != nil || said != "ok" {
+				t.Errorf("%s: %s %v", name, said, err)
+			}
+		})
+	}
+	waking.Wait()
 }
 
 // TestForkOfBusyMachine forks while 64 threads write and asynchronous reads are

@@ -82,6 +82,19 @@ func (b *Backend) waiting(ctx context.Context, k key, slot backend.Slot) (*sentr
 	return b.lend(ctx, k, b.hold)
 }
 
+// bootAhead makes a sentry that waits to be told what it becomes, and has done
+// all of a restore that needs no snapshot.
+func (b *Backend) bootAhead(ctx context.Context, k key) (*sentry, error) {
+	s, err := b.lend(ctx, k, b.hold)
+	if err != nil || !s.layered() {
+		return s, err
+	}
+	if err := s.talk(ctx, func(c *urpc.Client) error { return c.Call(callRestoreAhead, nil, nil) }); err != nil {
+		return nil, errors.Join(fmt.Errorf("prepare a restore ahead: %w", told(err)), s.crash(), b.dismiss(s))
+	}
+	return s, nil
+}
+
 // hold boots a sentry with its network and leaves it there.
 func (b *Backend) hold(ctx context.Context, k key, slot backend.Slot) (*sentry, error) {
 	s, err := b.boot(ctx, k, beginning{saved: true})
@@ -129,17 +142,22 @@ func (b *Backend) loaded(ctx context.Context, s *sentry, from backend.Snapshot, 
 }
 
 // begin returns when a restored sentry runs; what it does at first must go well
-// too. A sentry that runs has ended the connections from before.
+// too. A sentry that runs has ended the connections from before. Ours waits for
+// that itself before it answers.
 func (s *sentry) begin(ctx context.Context) error {
-	if s.unstarted {
-		if err := s.talk(ctx, func(c *urpc.Client) error { return c.Call(callRestoreStart, nil, nil) }); err != nil {
-			return fmt.Errorf("start what was restored: %w", told(err))
-		}
-		s.unstarted = false
+	var call string
+	switch {
+	case s.unstarted:
+		call = callRestoreStart
+	case !s.layered():
+		call = boot.ContMgrWaitRestore
+	default:
+		return nil
 	}
-	if err := s.talk(ctx, func(c *urpc.Client) error { return c.Call(boot.ContMgrWaitRestore, nil, nil) }); err != nil {
-		return fmt.Errorf("restore: %w", told(err))
+	if err := s.talk(ctx, func(c *urpc.Client) error { return c.Call(call, nil, nil) }); err != nil {
+		return fmt.Errorf("start what was restored: %w", told(err))
 	}
+	s.unstarted = false
 	return nil
 }
 

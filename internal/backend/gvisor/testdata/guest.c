@@ -20,6 +20,7 @@
 #include <unistd.h>
 
 #include "files.h"
+#include "waits.h"
 
 #define PAGE 4096
 #define PER_PAGE (PAGE / 8)
@@ -411,6 +412,11 @@ static void answer(const char *line, char *r, size_t size) {
   } else if (!strcmp(op, "locked")) {
     sscanf(line, "%*s %31s", name);
     snprintf(r, size, "%s", files_locked(name) ? "ok" : "bad");
+  } else if (!strcmp(op, "wait")) {
+    waits_begin();
+    snprintf(r, size, "ok");
+  } else if (!strcmp(op, "wake")) {
+    waits_end(r, size);
   } else if (!strcmp(op, "errors")) {
     long reads = aio_reads;
     while (reads && aio_reads < reads + 20 && now() - begin < 20000) usleep(1000);
