@@ -5,6 +5,7 @@ package ahead
 
 import (
 	"context"
+	"sync"
 	"sync/atomic"
 	"time"
 )
@@ -13,6 +14,9 @@ const (
 	// settle is how long it has to be calm before anything is made ahead, so that
 	// a burst of creations has the machine for itself.
 	settle = 20 * time.Millisecond
+	// rest is the longest time left to many who got something at once: their first
+	// calls come then, all at once too. They have half as long as they waited.
+	rest = 250 * time.Millisecond
 	// yield is how long work under way is waited for. Under a steady stream of it
 	// things must be made all the same.
 	yield = time.Second
@@ -22,8 +26,14 @@ const (
 // waits for, and that would be slower with anything made beside it, and memory.
 // The zero value and nil have no work and enough memory.
 type Load struct {
-	n    atomic.Int64
 	room atomic.Pointer[func() Room]
+
+	mu    sync.Mutex
+	n     int
+	begin time.Time     // of the present work, or the last
+	end   time.Time     // of the last
+	took  time.Duration // the last, until nobody waited any more
+	many  bool          // it was for several at a time
 }
 
 // Room is how much memory there is for what is made ahead.
@@ -59,15 +69,52 @@ func (l *Load) Begin() (end func()) {
 	if l == nil {
 		return func() {}
 	}
-	l.n.Add(1)
-	return func() { l.n.Add(-1) }
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	if l.n == 0 {
+		l.begin, l.many = time.Now(), false
+	}
+	l.n++
+	l.many = l.many || l.n > 1
+	return func() {
+		l.mu.Lock()
+		defer l.mu.Unlock()
+		l.n--
+		if l.n == 0 {
+			l.end = time.Now()
+			l.took = l.end.Sub(l.begin)
+		}
+	}
 }
 
 // Busy reports whether somebody waits.
-func (l *Load) Busy() bool { return l != nil && l.n.Load() > 0 }
+func (l *Load) Busy() bool {
+	if l == nil {
+		return false
+	}
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	return l.n > 0
+}
 
-// Calm returns when nothing came from used for a while and there is no load, or
-// has been for long, or ctx is done.
+// left returns how long to wait before to look again, 0 if it is calm.
+func (l *Load) left(now time.Time) time.Duration {
+	if l == nil {
+		return 0
+	}
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	switch {
+	case l.n > 0:
+		return settle
+	case !l.many:
+		return 0
+	}
+	return max(0, min(l.took/2, rest)-now.Sub(l.end))
+}
+
+// Calm returns when nothing came from used for a while and there has been no load
+// for a while, or there has been some for long, or ctx is done.
 func Calm(ctx context.Context, used <-chan struct{}, load *Load) {
 	begin := time.Now()
 	timer := time.NewTimer(settle)
@@ -79,10 +126,11 @@ func Calm(ctx context.Context, used <-chan struct{}, load *Load) {
 		case <-used:
 			timer.Reset(settle)
 		case <-timer.C:
-			if !load.Busy() || time.Since(begin) > yield {
+			left := load.left(time.Now())
+			if left == 0 || time.Since(begin) > yield {
 				return
 			}
-			timer.Reset(settle)
+			timer.Reset(left)
 		}
 	}
 }

@@ -9,13 +9,14 @@ import (
 
 // calm returns how long Calm takes when the thing is used every settle/2 for a
 // while, and there is load for another.
-func calm(t *testing.T, used, loaded time.Duration) (took time.Duration) {
+func calm(t *testing.T, used time.Duration, loaded ...time.Duration) (took time.Duration) {
 	synctest.Test(t, func(t *testing.T) {
 		ctx, cancel := context.WithCancel(t.Context())
 		defer cancel()
 		var load Load
-		end := load.Begin()
-		time.AfterFunc(loaded, end)
+		for _, d := range loaded {
+			time.AfterFunc(d, load.Begin())
+		}
 		poke := make(chan struct{}, 1)
 		begin := time.Now()
 		go func() {
@@ -39,6 +40,12 @@ func TestCalm(t *testing.T) {
 	}
 	if took := calm(t, 0, 10*settle); took < 10*settle || took > 12*settle {
 		t.Errorf("with load for %v it takes %v", 10*settle, took)
+	}
+	if took := calm(t, 0, 10*settle, 10*settle); took != 15*settle {
+		t.Errorf("with load of two for %v it takes %v; want half as long again", 10*settle, took)
+	}
+	if took := calm(t, 0, 3*rest, rest); took < 4*rest || took > 4*rest+settle {
+		t.Errorf("with load of two for %v it takes %v; want %v more", 3*rest, took, rest)
 	}
 	if took := calm(t, 0, time.Hour); took < yield || took > yield+2*settle {
 		t.Errorf("with load without end it takes %v", took)

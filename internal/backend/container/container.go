@@ -163,7 +163,6 @@ func (b *Backend) Close() error {
 // Create makes a container and starts it, or takes one that is ready. A slot in
 // cfg, which a Slotter's caller need not give, is taken for a new container.
 func (b *Backend) Create(ctx context.Context, cfg backend.Config) (backend.Instance, error) {
-	defer b.load.Begin()()
 	r, err := b.chosen(ctx, cfg.Agent)
 	if err != nil {
 		return nil, err

@@ -50,8 +50,7 @@ type Options struct {
 	// sentries to restore snapshots in; 0 is none. Of what is wanted several at a
 	// time there are more. A machine takes 16 MiB of memory, a sentry 8.
 	Pool int
-	// Load is what no machine is made ahead beside; nil is the creates of this
-	// backend.
+	// Load is what no machine is made ahead beside, creates among it; nil is none.
 	Load *ahead.Load
 	// DebugDir gets one log per sentry, for the search of a defect. Sentries
 	// log nothing when it is "". It makes them much slower.
@@ -120,9 +119,6 @@ func New(o Options) (*Backend, error) {
 	if o.Slots == nil {
 		return nil, errors.New("gvisor backend: want a pool of network slots")
 	}
-	if o.Load == nil {
-		o.Load = new(ahead.Load)
-	}
 	// gVisor's packages log to stderr by themselves. What matters comes back
 	// as errors.
 	log.SetTarget(log.GoogleEmitter{Writer: &log.Writer{Next: io.Discard}})
@@ -178,7 +174,6 @@ func (b *Backend) Create(ctx context.Context, cfg backend.Config) (_ backend.Ins
 		return nil, err
 	}
 	b.sweepOnce.Do(b.sweep)
-	defer b.opts.Load.Begin()()
 	s, err := b.running(ctx, cfg)
 	if err != nil {
 		return nil, err
