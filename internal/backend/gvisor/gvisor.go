@@ -48,7 +48,7 @@ type Options struct {
 	Slots Slots
 	// Pool is how many machines are held ready in all, and besides, how many
 	// sentries to restore snapshots in; 0 is none. Of what is wanted several at a
-	// time there are more. A machine takes 16 MiB of memory, a sentry 8.
+	// time there are more. A machine takes 16 MiB of memory, a sentry 10.
 	Pool int
 	// Load is what no machine is made ahead beside, creates among it; nil is none.
 	Load *ahead.Load
