@@ -77,7 +77,7 @@ func New(dial func(ctx context.Context) (net.Conn, error), token string) *Client
 	return c
 }
 
-// connect takes the connection that WaitReady made, or makes one.
+// connect takes the connection that firstCall made, or makes one.
 func (c *Client) connect(ctx context.Context) (net.Conn, error) {
 	c.mu.Lock()
 	conn := c.ready

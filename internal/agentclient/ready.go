@@ -2,6 +2,7 @@ package agentclient
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"net"
 	"time"
@@ -9,7 +10,7 @@ import (
 	"github.com/kernflux/opendsec/internal/fault"
 )
 
-// How WaitReady tries. A machine that is not up yet swallows the first packet
+// How firstCall tries. A machine that is not up yet swallows the first packet
 // of a connection, and TCP would send the next a second later; so new
 // attempts are made beside the ones that wait.
 const (
@@ -23,9 +24,9 @@ const (
 // when ctx ends.
 func (c *Client) WaitReady(ctx context.Context) error { return c.firstCall(ctx, c.Health) }
 
-// Greet is WaitReady and Hello in one: a machine that has just been restored
-// takes longer for its first call than for any later one. What id says of the
-// time is of now.
+// Greet waits until the agent takes its identity. It is one call instead of
+// WaitReady and Hello, since the first call to a restored machine takes longest.
+// id.Now is the time of the call of Greet; each attempt gives what it is by then.
 func (c *Client) Greet(ctx context.Context, id Identity) (info Info, err error) {
 	begin := time.Now()
 	err = c.firstCall(ctx, func(ctx context.Context) (err error) {
@@ -39,7 +40,7 @@ func (c *Client) Greet(ctx context.Context, id Identity) (info Info, err error) 
 	return info, err
 }
 
-// firstCall makes a call until the agent answers it.
+// firstCall makes a call until the agent says something to it.
 func (c *Client) firstCall(ctx context.Context, call func(context.Context) error) error {
 	begin := time.Now()
 	for {
@@ -48,7 +49,9 @@ func (c *Client) firstCall(ctx context.Context, call func(context.Context) error
 			return fmt.Errorf("wait for the sandbox's agent: %w", err)
 		}
 		c.keep(conn)
-		if err = call(ctx); err == nil || ctx.Err() == nil && !fault.Is(err, fault.Unavailable) {
+		err = call(ctx)
+		var said *fault.Error
+		if err == nil || ctx.Err() == nil && errors.As(err, &said) && said.Kind != fault.Unavailable {
 			return err
 		}
 		select {

@@ -14,8 +14,8 @@ const (
 	// settle is how long it has to be calm before anything is made ahead, so that
 	// a burst of creations has the machine for itself.
 	settle = 20 * time.Millisecond
-	// rest is the longest time left to many who got something at once: their first
-	// calls come then, all at once too. They have half as long as they waited.
+	// rest is the longest time left to several who got something at once, for their
+	// first calls, which come at once too. They get half as long as they waited.
 	rest = 250 * time.Millisecond
 	// yield is how long work under way is waited for. Under a steady stream of it
 	// things must be made all the same.
@@ -30,10 +30,9 @@ type Load struct {
 
 	mu    sync.Mutex
 	n     int
-	begin time.Time     // of the present work, or the last
-	end   time.Time     // of the last
-	took  time.Duration // the last, until nobody waited any more
-	many  bool          // it was for several at a time
+	begin time.Time // of the present work
+	many  bool      // it is for several
+	until time.Time // when the first calls of several are over
 }
 
 // Room is how much memory there is for what is made ahead.
@@ -80,41 +79,30 @@ func (l *Load) Begin() (end func()) {
 		l.mu.Lock()
 		defer l.mu.Unlock()
 		l.n--
-		if l.n == 0 {
-			l.end = time.Now()
-			l.took = l.end.Sub(l.begin)
+		if now := time.Now(); l.n == 0 && l.many {
+			l.until = now.Add(min(now.Sub(l.begin)/2, rest))
 		}
 	}
 }
 
-// Busy reports whether somebody waits.
-func (l *Load) Busy() bool {
-	if l == nil {
-		return false
-	}
-	l.mu.Lock()
-	defer l.mu.Unlock()
-	return l.n > 0
-}
+// Busy reports whether somebody waits, or several got something a moment ago.
+func (l *Load) Busy() bool { return l.left(time.Now()) > 0 }
 
-// left returns how long to wait before to look again, 0 if it is calm.
+// left returns how long to wait before looking again, 0 if it is calm.
 func (l *Load) left(now time.Time) time.Duration {
 	if l == nil {
 		return 0
 	}
 	l.mu.Lock()
 	defer l.mu.Unlock()
-	switch {
-	case l.n > 0:
+	if l.n > 0 {
 		return settle
-	case !l.many:
-		return 0
 	}
-	return max(0, min(l.took/2, rest)-now.Sub(l.end))
+	return max(0, l.until.Sub(now))
 }
 
-// Calm returns when nothing came from used for a while and there has been no load
-// for a while, or there has been some for long, or ctx is done.
+// Calm returns when nothing came from used for a while and the load is not busy, or
+// after yield, or when ctx is done.
 func Calm(ctx context.Context, used <-chan struct{}, load *Load) {
 	begin := time.Now()
 	timer := time.NewTimer(settle)
@@ -124,6 +112,9 @@ func Calm(ctx context.Context, used <-chan struct{}, load *Load) {
 		case <-ctx.Done():
 			return
 		case <-used:
+			if time.Since(begin) > yield {
+				return
+			}
 			timer.Reset(settle)
 		case <-timer.C:
 			left := load.left(time.Now())

@@ -20,9 +20,15 @@ func calm(t *testing.T, used time.Duration, loaded ...time.Duration) (took time.
 		poke := make(chan struct{}, 1)
 		begin := time.Now()
 		go func() {
-			for time.Since(begin) < used {
-				poke <- struct{}{}
-				<-time.After(settle / 2)
+			for time.Since(begin) < used && ctx.Err() == nil {
+				select {
+				case poke <- struct{}{}:
+				case <-ctx.Done():
+				}
+				select {
+				case <-time.After(settle / 2):
+				case <-ctx.Done():
+				}
 			}
 		}()
 		Calm(ctx, poke, &load)
@@ -47,6 +53,9 @@ func TestCalm(t *testing.T) {
 	if took := calm(t, 0, 3*rest, rest); took < 4*rest || took > 4*rest+settle {
 		t.Errorf("with load of two for %v it takes %v; want %v more", 3*rest, took, rest)
 	}
+	if took := calm(t, time.Hour); took < yield || took > yield+2*settle {
+		t.Errorf("with uses without end it takes %v", took)
+	}
 	if took := calm(t, 0, time.Hour); took < yield || took > yield+2*settle {
 		t.Errorf("with load without end it takes %v", took)
 	}
@@ -61,4 +70,26 @@ func TestCalmEnds(t *testing.T) {
 	if !load.Busy() || (*Load)(nil).Busy() {
 		t.Error("a load is not what was begun and did not end")
 	}
+}
+
+// What several got at once is not disturbed by one that comes then, nor by their
+// having waited for longer than anybody is waited for.
+func TestRest(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		var load Load
+		one, two := load.Begin(), load.Begin()
+		time.Sleep(yield + 5*settle)
+		one()
+		two()
+		time.Sleep(settle)
+		load.Begin()()
+		time.Sleep(rest - 2*settle)
+		if !load.Busy() {
+			t.Error("the rest was cut short")
+		}
+		time.Sleep(settle)
+		if load.Busy() {
+			t.Error("there is no end of the rest")
+		}
+	})
 }

@@ -267,7 +267,7 @@ func TestPoolLeavesTheMachineToCreations(t *testing.T) {
 			t.Errorf("%d were made while another was", f.made.Load())
 		}
 		end()
-		<-time.After(2 * rest)
+		<-time.After(settle * 10)
 		if p.count(k) != 2 {
 			t.Errorf("%d ready after the creation", p.count(k))
 		}

@@ -36,7 +36,7 @@ type Deps struct {
 	Images   Images
 	Slots    Slots
 	Gate     Gate // nil: all networks are closed
-	// Load gets the sandboxes that are being made, so that nothing is made ahead
+	// Load gets the sandboxes that are being made or resumed, so that nothing is made ahead
 	// meanwhile; nil when nothing is.
 	Load *ahead.Load
 	Log  *slog.Logger

@@ -42,7 +42,8 @@ type Options struct {
 	Prefix string
 	// Agent is what Probe runs.
 	Agent backend.Agent
-	// Load is what nothing is made ahead beside; nil is none.
+	// Load is what nothing is made ahead beside; the caller counts creates in it. nil
+	// is none.
 	Load *ahead.Load
 	// Slots gives network to containers whose Config has none. Without it they
 	// have none, and none is made ahead.
@@ -68,7 +69,6 @@ type Backend struct {
 	fsck   string    // e2fsck
 	warned sync.Once // of snapshots that are whole copies
 	slots  *netslot.Pool
-	load   *ahead.Load
 	disks  *diskPool
 	pool   *ahead.Pool[key, *ready]
 
@@ -124,7 +124,7 @@ func Open(o Options) (*Backend, error) {
 	}
 	b := &Backend{
 		log: o.Log, state: o.StateDir, dir: dir, prefix: o.Prefix, agent: o.Agent, wanted: o.Runtime, fsck: fsck,
-		slots: o.Slots, load: o.Load, disks: newDiskPool(o.Log, t, o.ReadyDisks, o.Load),
+		slots: o.Slots, disks: newDiskPool(o.Log, t, o.ReadyDisks, o.Load),
 		live: map[sandbox.ID]*instance{}, serves: map[sandbox.ID]sandbox.ID{},
 	}
 	b.pool = ahead.New(ahead.Options[key, *ready]{

@@ -50,7 +50,8 @@ type Options struct {
 	// sentries to restore snapshots in; 0 is none. Of what is wanted several at a
 	// time there are more. A machine takes 16 MiB of memory, a sentry 10.
 	Pool int
-	// Load is what no machine is made ahead beside, creates among it; nil is none.
+	// Load is what no machine is made ahead beside; the caller counts creates in it.
+	// nil is none.
 	Load *ahead.Load
 	// DebugDir gets one log per sentry, for the search of a defect. Sentries
 	// log nothing when it is "". It makes them much slower.

@@ -142,20 +142,18 @@ func (b *Backend) loaded(ctx context.Context, s *sentry, from backend.Snapshot, 
 }
 
 // begin returns when a restored sentry runs; what it does at first must go well
-// too. A sentry that runs has ended the connections from before. Ours waits for
-// that itself before it answers.
+// too. A sentry that runs has ended the connections from before. A patched
+// sentry waits for that before it answers.
 func (s *sentry) begin(ctx context.Context) error {
-	var call string
+	call, what := boot.ContMgrWaitRestore, "wait for the restored machine"
 	switch {
 	case s.unstarted:
-		call = callRestoreStart
-	case !s.layered():
-		call = boot.ContMgrWaitRestore
-	default:
+		call, what = callRestoreStart, "start what was restored"
+	case s.layered():
 		return nil
 	}
 	if err := s.talk(ctx, func(c *urpc.Client) error { return c.Call(call, nil, nil) }); err != nil {
-		return fmt.Errorf("start what was restored: %w", told(err))
+		return fmt.Errorf("%s: %w", what, told(err))
 	}
 	s.unstarted = false
 	return nil

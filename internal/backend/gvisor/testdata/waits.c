@@ -63,8 +63,8 @@ typedef struct waiter {
 static atomic_int signals[65];
 static void count(int sig) { signals[sig]++; }
 
-// A few calls Linux ends with EINTR after a stop, with no signal handled; see
-// signal(7). So may a save.
+// Linux ends some of these calls with EINTR after a stop signal, without a handler;
+// see signal(7). A save may, and msgrcv too.
 #define TILL_TOLD(call)                             \
   ({                                                \
     long got_;                                      \
