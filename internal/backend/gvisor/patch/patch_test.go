@@ -4,9 +4,12 @@ import (
 	"go/parser"
 	"go/token"
 	"os"
+	"os/exec"
+	"strconv"
 	"strings"
 	"testing"
 	"testing/fstest"
+	"time"
 
 	"github.com/google/go-cmp/cmp"
 )
@@ -33,6 +36,25 @@ func TestApplies(t *testing.T) {
 		if _, err := parser.ParseFile(token.NewFileSet(), name, text, 0); strings.HasSuffix(name, ".go") && err != nil {
 			t.Errorf("%s is no Go any more: %v", name, err)
 		}
+	}
+}
+
+// TestStateCodec saves and loads random graphs of objects with the codec that the
+// diffs change; see testdata/roundtrip.
+func TestStateCodec(t *testing.T) {
+	top, err := project()
+	if err != nil {
+		t.Fatal(err)
+	}
+	modfile, err := prepare(top)
+	if err != nil {
+		t.Fatal(err)
+	}
+	cmd := exec.Command("go", "run", "-modfile="+modfile, "./internal/backend/gvisor/patch/testdata/roundtrip",
+		strconv.FormatInt(time.Now().UnixNano()>>20, 10), "30", "40")
+	cmd.Dir = top
+	if said, err := cmd.CombinedOutput(); err != nil {
+		t.Errorf("%v: %v\n%s", cmd.Args, err, said)
 	}
 }
 
