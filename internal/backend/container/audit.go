@@ -10,11 +10,13 @@ import (
 	"slices"
 	"strconv"
 	"strings"
+	"time"
 
 	"golang.org/x/sys/unix"
 
 	"github.com/kernflux/opendsec/internal/backend"
 	"github.com/kernflux/opendsec/internal/sandbox"
+	"github.com/kernflux/opendsec/internal/takeover"
 )
 
 // Audit lists what containers left. Mounts are not looked for: they exist in
@@ -133,7 +135,7 @@ func (b *Backend) auditLoops(expected owner) ([]backend.Leftover, error) {
 // does not live, made ahead, and trials of such a process.
 func (b *Backend) auditFiles(expected owner) ([]backend.Leftover, error) {
 	var all []backend.Leftover
-	stale, err := staleDisks(b.disks.templates.dir, b.disks.holds)
+	stale, err := staleDisks(b.disks.templates.dir, b.disks.holds, 0)
 	if err != nil {
 		return nil, err
 	}
@@ -209,8 +211,10 @@ func (b *Backend) serving(pid int, id sandbox.ID) (bool, error) {
 }
 
 // staleDisks returns the ready disks in dir of processes that do not live any
-// more. Those in use here are not touched: to try their lock would disturb.
-func staleDisks(dir string, inUse func(path string) bool) ([]string, error) {
+// more. Those in use here are not touched: to try their lock would disturb. For
+// what a killed process left locked, by a child or a loop device that the kernel
+// has not let go of yet, it waits up to the patience.
+func staleDisks(dir string, inUse func(path string) bool, patience time.Duration) ([]string, error) {
 	found, err := filepath.Glob(filepath.Join(dir, "ready-*.ext4"))
 	if err != nil {
 		return nil, err
@@ -227,7 +231,12 @@ func staleDisks(dir string, inUse func(path string) bool) ([]string, error) {
 		if err != nil {
 			return nil, err
 		}
-		if unix.Flock(int(f.Fd()), unix.LOCK_EX|unix.LOCK_NB) == nil {
+		wait := patience
+		if makerLives(p) {
+			wait = 0
+		}
+		lock := func() error { return unix.Flock(int(f.Fd()), unix.LOCK_EX|unix.LOCK_NB) }
+		if takeover.Wait(wait, lock, unix.EWOULDBLOCK, unix.EINTR) == nil {
 			stale = append(stale, p)
 		}
 		f.Close()
@@ -235,9 +244,17 @@ func staleDisks(dir string, inUse func(path string) bool) ([]string, error) {
 	return stale, nil
 }
 
+// makerLives reports whether the process that made a ready disk lives, or another
+// that has its number now. See diskPool.create.
+func makerLives(path string) bool {
+	var pid int
+	_, err := fmt.Sscanf(filepath.Base(path), "ready-%d-", &pid)
+	return err != nil || unix.Kill(pid, 0) != unix.ESRCH
+}
+
 // sweepDisks removes the ready disks of processes that do not live any more.
 func sweepDisks(dir string) error {
-	stale, err := staleDisks(dir, func(string) bool { return false })
+	stale, err := staleDisks(dir, func(string) bool { return false }, takeover.Patience)
 	for _, p := range stale {
 		err = errors.Join(err, os.Remove(p))
 	}

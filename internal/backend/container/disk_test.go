@@ -2,10 +2,14 @@ package container
 
 import (
 	"context"
+	"errors"
 	"fmt"
+	"io/fs"
 	"os"
+	"os/exec"
 	"path/filepath"
 	"testing"
+	"time"
 
 	"golang.org/x/sys/unix"
 )
@@ -73,5 +77,39 @@ func BenchmarkNewDisk(b *testing.B) {
 			b.Fatal(err)
 		}
 		b.StartTimer()
+	}
+}
+
+// What a killed process kept ready is removed by the next, also when a child of its
+// has the file open for a moment longer. What is a living process's stays.
+func TestSweepDisksBesideChildOfKilled(t *testing.T) {
+	dir := t.TempDir()
+	dead := exec.Command("true")
+	if err := dead.Run(); err != nil {
+		t.Fatal(err)
+	}
+	locked := func(pid int) (path string, f *os.File) {
+		path = filepath.Join(dir, fmt.Sprintf("ready-%d-1.ext4", pid))
+		f, err := os.Create(path)
+		if err != nil {
+			t.Fatal(err)
+		}
+		if err := unix.Flock(int(f.Fd()), unix.LOCK_EX); err != nil {
+			t.Fatal(err)
+		}
+		return path, f
+	}
+	left, theirs := locked(dead.Process.Pid)
+	used, ours := locked(os.Getpid())
+	defer ours.Close()
+	time.AfterFunc(100*time.Millisecond, func() { theirs.Close() })
+	if err := sweepDisks(dir); err != nil {
+		t.Fatal(err)
+	}
+	if _, err := os.Stat(left); !errors.Is(err, fs.ErrNotExist) {
+		t.Errorf("the killed process's disk: %v", err)
+	}
+	if _, err := os.Stat(used); err != nil {
+		t.Errorf("the living process's disk: %v", err)
 	}
 }
