@@ -13,6 +13,8 @@ import (
 	"testing"
 	"time"
 
+	"github.com/vishvananda/netlink"
+
 	"github.com/kernflux/opendsec/internal/backend"
 	"github.com/kernflux/opendsec/internal/netgate/gatetest"
 	"github.com/kernflux/opendsec/internal/netpolicy"
@@ -85,7 +87,8 @@ func newGuest(t testing.TB, g *Gate) *guest {
 	return newGuestIn(t, g, g.Furnish)
 }
 
-// newGuestIn makes a guest of a slot that further has made of a bare one.
+// newGuestIn makes a guest of a slot that further has made of a bare one. With
+// nil its link and its congestion control are as the kernel and the host have them.
 func newGuestIn(t testing.TB, g *Gate, further func(backend.Slot) error) *guest {
 	t.Helper()
 	p := netslot.NewPool(slog.New(slog.DiscardHandler), backend.Prefix(t.TempDir()), 0, further)
@@ -97,6 +100,12 @@ func newGuestIn(t testing.TB, g *Gate, further func(backend.Slot) error) *guest 
 	must(t, err)
 	t.Cleanup(func() { must(t, netslot.Remove(ns.Name)) })
 	gu := &guest{t: t, slot: slot, ns: ns, gate: g}
+	if further == nil {
+		hosts := hostsControl(t)
+		must(t, netslot.Inside(ns, func() error { return os.WriteFile(congestionControl, hosts, 0) }))
+	} else {
+		must(t, netslot.Inside(slot, func() error { return netslot.LargeSegments(&netlink.Handle{}) }))
+	}
 	ip(t, "-n", ns.Name, "link", "del", "gw0")
 	ip(t, "-n", slot.Name, "link", "set", slot.GuestLink, "netns", ns.Name)
 	must(t, netslot.Inside(ns, func() error {
@@ -113,6 +122,15 @@ func newGuestIn(t testing.TB, g *Gate, further func(backend.Slot) error) *guest 
 		ip(t, "-n", ns.Name, "route", "add", "default", "via", a[1])
 	}
 	return gu
+}
+
+const congestionControl = "/proc/sys/net/ipv4/tcp_congestion_control"
+
+// hostsControl is the congestion control of connections that the host makes.
+func hostsControl(t testing.TB) []byte {
+	b, err := os.ReadFile(congestionControl)
+	must(t, err)
+	return b
 }
 
 // open begins to serve the guest.

@@ -128,9 +128,44 @@ func TestSlotIsClosedAndComplete(t *testing.T) {
 				t.Errorf("IPv6 address %v", a)
 			}
 		}
+		control, err := os.ReadFile("/proc/sys/net/ipv4/tcp_congestion_control")
+		if s := strings.TrimSpace(string(control)); err != nil || s != "cubic" && s != "reno" {
+			t.Errorf("congestion control is %q, %v; want one that does not pace", s, err)
+		}
 		fwd, err := os.ReadFile("/proc/sys/net/ipv4/ip_forward")
 		if err != nil || strings.TrimSpace(string(fwd)) != "0" {
 			t.Errorf("ip_forward is %q, %v", fwd, err)
+		}
+		return nil
+	})
+	if err != nil {
+		t.Fatal(err)
+	}
+}
+
+func TestLargeSegments(t *testing.T) {
+	slot, err := create(prefixFor(t)+"-a", nil)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer Remove(slot.Name)
+	err = Inside(slot, func() error {
+		if err := LargeSegments(&netlink.Handle{}); err != nil {
+			return err
+		}
+		for _, name := range []string{slot.GuestLink, gatewayLink} {
+			link, err := netlink.LinkByName(name)
+			if err != nil {
+				return err
+			}
+			// Both are zero on a kernel that does not know it.
+			if a := link.Attrs(); a.GSOIPv4MaxSize != 0 && a.GSOIPv4MaxSize != a.TSOMaxSize {
+				t.Errorf("packets of %s: %d bytes of %d", name, a.GSOIPv4MaxSize, a.TSOMaxSize)
+			}
+			// Larger ones by IPv6 have a header in front, which a gate drops.
+			if a := link.Attrs(); a.GSOMaxSize > 64<<10 {
+				t.Errorf("packets of %s by IPv6: %d bytes", name, a.GSOMaxSize)
+			}
 		}
 		return nil
 	})

@@ -74,6 +74,9 @@ func (s stage) openNetwork() error {
 			return fmt.Errorf("set up a container's network: %w", err)
 		}
 	}
+	if err := netslot.SetCongestionControl(); err != nil {
+		return err
+	}
 	h, err := netlink.NewHandle(unix.NETLINK_ROUTE)
 	if err != nil {
 		return fmt.Errorf("open netlink: %w", err)
@@ -104,6 +107,9 @@ func (s stage) connect(slot backend.Slot) error {
 			return fmt.Errorf("open netlink: %w", err)
 		}
 		defer h.Close()
+		if err := netslot.LargeSegments(h); err != nil {
+			return fmt.Errorf("slot %s: %w", slot.Name, err)
+		}
 		link, err := h.LinkByName(slot.GuestLink)
 		if err != nil {
 			return fmt.Errorf("find link %s of slot %s: %w", slot.GuestLink, slot.Name, err)

@@ -117,6 +117,11 @@ func ip(t testing.TB, args ...string) {
 	}
 }
 
+// Route tells the world that an address is behind the node.
+func (w *World) Route(addr string) {
+	ip(w.t, "-n", w.slot.Name, "route", "add", addr+"/32", "via", Node)
+}
+
 // Listen opens a TCP listener in the world.
 func (w *World) Listen(addr string) net.Listener {
 	w.t.Helper()
