@@ -61,8 +61,8 @@ func (m machine) settle(msg *agentv1.HelloRequest, u account.User, workdir strin
 // outside of the machine. Whichever that is, the network leads to the right one.
 func (m machine) setResolver(addr string) {
 	const file = "/etc/resolv.conf"
-	have, err := os.ReadFile(file)
-	if err == nil && namesResolver(string(have)) {
+	have, err := contentOf(file)
+	if err == nil && namesResolver(have) {
 		return
 	}
 	if info, lerr := os.Lstat(file); lerr == nil && info.Mode()&fs.ModeSymlink != 0 {
@@ -97,12 +97,12 @@ func (m machine) setHostname(name string) {
 		m.try("set the host name", syscall.Sethostname([]byte(name)))
 	}
 	m.put("/etc/hostname", name+"\n", 0o644)
-	hosts, err := os.ReadFile("/etc/hosts")
+	hosts, err := contentOf("/etc/hosts")
 	if err != nil && !errors.Is(err, fs.ErrNotExist) {
 		m.try("read /etc/hosts", err)
 		return
 	}
-	m.put("/etc/hosts", hostsWith(string(hosts), name), 0o644)
+	m.put("/etc/hosts", hostsWith(hosts, name), 0o644)
 }
 
 // machineID returns the machine id of a sandbox, as machine-id(5) wants it:
@@ -120,57 +120,8 @@ func (m machine) setMachineID(id string) {
 	}
 }
 
-// put makes a file have the content, unless it has it already. Readers see
-// the old one or the new one. A new file gets the mode; its directory is made.
 func (m machine) put(file, content string, mode fs.FileMode) {
 	m.try("write "+file, put(file, content, mode))
-}
-
-func put(file, content string, mode fs.FileMode) error {
-	if have, err := os.ReadFile(file); err == nil && string(have) == content {
-		return nil
-	}
-	info, err := os.Lstat(file)
-	switch {
-	case err == nil && info.Mode().IsRegular():
-		mode = info.Mode().Perm()
-	case err == nil: // a link, which stays
-		return os.WriteFile(file, []byte(content), mode)
-	case errors.Is(err, fs.ErrNotExist):
-		if err := os.MkdirAll(path.Dir(file), 0o755); err != nil {
-			return err
-		}
-	default:
-		return err
-	}
-	// Always the same name: where an image's directory is changed, each name
-	// that was ever in it leaves a trace in the layer of changes.
-	const temporary = ".opendsec-new"
-	dir, err := os.OpenRoot(path.Dir(file))
-	if err != nil {
-		return err
-	}
-	defer dir.Close()
-	if err := dir.Remove(temporary); err != nil && !errors.Is(err, fs.ErrNotExist) {
-		return err
-	}
-	temp, err := dir.OpenFile(temporary, os.O_WRONLY|os.O_CREATE|os.O_EXCL, 0o600)
-	if err != nil {
-		return err
-	}
-	_, err = temp.WriteString(content)
-	if info != nil {
-		st := info.Sys().(*syscall.Stat_t) // what os.Lstat gives here
-		err = errors.Join(err, temp.Chown(int(st.Uid), int(st.Gid)))
-	}
-	err = errors.Join(err, temp.Chmod(mode), temp.Close())
-	if err == nil {
-		err = dir.Rename(temporary, path.Base(file))
-	}
-	if err != nil {
-		err = errors.Join(err, dir.Remove(temporary))
-	}
-	return err
 }
 
 // ownAddress is where the machine's own name leads in /etc/hosts. No other
@@ -255,14 +206,14 @@ func (m machine) stir(entropy []byte) {
 	if len(entropy) == 0 {
 		return
 	}
-	f, err := os.OpenFile("/dev/urandom", os.O_WRONLY, 0)
+	const file = "/dev/urandom"
+	fd, err := open(unix.AT_FDCWD, file, unix.O_WRONLY, 0)
 	if err != nil {
 		m.try("stir the random numbers", err)
 		return
 	}
-	defer f.Close()
-	_, err = f.Write(entropy)
-	m.try("stir the random numbers", err)
-	const reseed = 0x5207                        // RNDRESEEDCRNG, <linux/random.h>
-	_ = unix.IoctlSetInt(int(f.Fd()), reseed, 0) // only with CAP_SYS_ADMIN
+	defer unix.Close(fd)
+	m.try("stir the random numbers", write(fd, file, string(entropy)))
+	const reseed = 0x5207               // RNDRESEEDCRNG, <linux/random.h>
+	_ = unix.IoctlSetInt(fd, reseed, 0) // only with CAP_SYS_ADMIN
 }

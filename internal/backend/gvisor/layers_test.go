@@ -154,6 +154,19 @@ func TestWaitsGoOn(t *testing.T) {
 	waking.Wait()
 }
 
+// TestClocksFromTheStart asks a machine for the time as soon as it answers, in a
+// process that is refused the system call: a program that asks often, as Go's
+// runtime does, would be stopped for each call otherwise, for a second or longer.
+func TestClocksFromTheStart(t *testing.T) {
+	w := newWorld(t, 2)
+	m := w.guest()
+	for name, m := range map[string]*being{"source": m, "child": m.fork(), "restored": w.create(m.snapshot(true))} {
+		if missed := m.ask("clocks"); missed != "0" {
+			t.Errorf("%s: %s of 100 times the time is not there without a system call, or wrong", name, missed)
+		}
+	}
+}
+
 // TestForkOfBusyMachine forks while 64 threads write and asynchronous reads are
 // under way.
 func TestForkOfBusyMachine(t *testing.T) {

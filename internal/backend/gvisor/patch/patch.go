@@ -21,6 +21,7 @@ import (
 	"os/exec"
 	"path/filepath"
 	"strings"
+	"sync"
 
 	"golang.org/x/sys/unix"
 )
@@ -52,8 +53,9 @@ func Version() string { return Pinned + "+" + hash() }
 // Has reports whether a sentry of this version has the diffs.
 func Has(version string) bool { return strings.HasPrefix(version, Version()) }
 
-// hash names the module's version with the diffs, in twelve hexadecimal digits.
-func hash() string {
+// hash names the module's version with the diffs, in twelve hexadecimal digits. It
+// is asked for several times a call.
+var hash = sync.OnceValue(func() string {
 	h := sha256.New()
 	fmt.Fprintln(h, Module, Pinned)
 	for _, name := range names() {
@@ -65,7 +67,7 @@ func hash() string {
 		h.Write(text)
 	}
 	return hex.EncodeToString(h.Sum(nil))[:12]
-}
+})
 
 // Build builds the sentry with the diffs into the file out. It is called below
 // the project's directory and needs Go's command; what it made before of the
