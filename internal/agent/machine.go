@@ -120,6 +120,7 @@ func (m machine) setMachineID(id string) {
 	}
 }
 
+// put has a file have the content, see the function of this name.
 func (m machine) put(file, content string, mode fs.FileMode) {
 	m.try("write "+file, put(file, content, mode))
 }

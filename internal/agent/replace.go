@@ -2,6 +2,7 @@ package agent
 
 import (
 	"errors"
+	"io"
 	"io/fs"
 	"os"
 	"path"
@@ -10,14 +11,14 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// A machine hears who it is between its start and its first answer, and in gVisor
-// each system call stops the thread for some 20 µs. So the files that say it are
-// read and replaced by the calls that it takes and no more; package os makes three
-// times as many, for readiness, modes and roots.
-
 // put makes a file have the content, unless it has it already. Readers see the old
 // one or the new one. A file that is there keeps its mode and its owner, and a
 // link stays; a new one gets the mode, and its directory is made.
+//
+// It makes the system calls that this takes and no more: between its start and its first
+// answer a machine hears who it is, and in gVisor each call stops the thread for
+// some 20 µs. By package os there are three times as many, for readiness, modes
+// and roots.
 func put(file, content string, mode fs.FileMode) error {
 	if have, err := contentOf(file); err == nil && have == content {
 		return nil
@@ -92,6 +93,9 @@ func contentOf(name string) (string, error) {
 func write(fd int, name, content string) error {
 	for content != "" {
 		n, err := again(func() (int, error) { return unix.Write(fd, []byte(content)) })
+		if err == nil && n == 0 {
+			err = io.ErrShortWrite
+		}
 		if err != nil {
 			return pathError("write", name, err)
 		}
@@ -100,8 +104,7 @@ func write(fd int, name, content string) error {
 	return nil
 }
 
-// open opens a file by its name in a directory, which a link does not lead out of
-// where the name is its last part and the file is to be new.
+// open opens a file by its name in a directory.
 func open(dir int, name string, flags int, mode uint32) (int, error) {
 	fd, err := again(func() (int, error) { return unix.Openat(dir, name, flags|unix.O_CLOEXEC, mode) })
 	return fd, pathError("open", name, err)

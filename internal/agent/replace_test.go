@@ -31,6 +31,7 @@ func TestPut(t *testing.T) {
 		{"over a directory of the name", "x\n", func(dir string) error { return os.Mkdir(dir+"/.opendsec-new", 0o700) }, 0o444},
 	} {
 		t.Run(test.name, func(t *testing.T) {
+			defer syscall.Umask(syscall.Umask(0o022))
 			dir := filepath.Join(t.TempDir(), "dir")
 			must(t, os.Mkdir(dir, 0o755))
 			must(t, test.before(dir))
@@ -57,12 +58,16 @@ func TestPut(t *testing.T) {
 func TestPutKeepsOwnersAndLinks(t *testing.T) {
 	dir := t.TempDir()
 	must(t, os.WriteFile(dir+"/f", nil, 0o644))
-	must(t, os.Chown(dir+"/f", 1234, 4321))
+	uid, gid := os.Getuid(), os.Getgid()
+	if uid == 0 {
+		uid, gid = 1234, 4321
+	}
+	must(t, os.Chown(dir+"/f", uid, gid))
 	must(t, os.Symlink("f", dir+"/link"))
 	must(t, put(dir+"/f", "x", 0o600))
 	info, err := os.Stat(dir + "/f")
 	must(t, err)
-	if st := info.Sys().(*syscall.Stat_t); st.Uid != 1234 || st.Gid != 4321 {
+	if st := info.Sys().(*syscall.Stat_t); int(st.Uid) != uid || int(st.Gid) != gid {
 		t.Errorf("owner %d:%d", st.Uid, st.Gid)
 	}
 	must(t, put(dir+"/link", "y", 0o600))

@@ -34,6 +34,7 @@ const urlSecret = "urls"
 type urls struct {
 	server *Server
 	proxy  *ingress.Proxy
+	visits *visits
 
 	mu  sync.Mutex // guards key
 	key ingress.Key
@@ -41,6 +42,10 @@ type urls struct {
 
 func newURLs(s *Server) *urls {
 	u := &urls{server: s}
+	u.visits = newVisits(func(ctx context.Context, id sandbox.ID) ([]sandbox.RevokedURL, error) {
+		rt, err := s.route(ctx, id)
+		return rt.revoked, err
+	})
 	u.proxy = ingress.New(u.dial, s.log)
 	return u
 }
@@ -65,7 +70,7 @@ func (u *urls) serve(w http.ResponseWriter, r *http.Request) bool {
 	if !ok {
 		return false
 	}
-	done, err := u.admit(w, r, v)
+	by, done, err := u.admit(w, r, v)
 	switch {
 	case err != nil:
 		told := rpc.Fault(r.Context(), err)
@@ -74,23 +79,25 @@ func (u *urls) serve(w http.ResponseWriter, r *http.Request) bool {
 		u.proxy.Refuse(w, told)
 	case !done:
 		r.Header.Del(rpc.Header) // ours, of the server's affair it is none
-		u.proxy.Serve(w, r, v)
+		ctx, end := u.visits.begin(r.Context(), v.Sandbox, by.ID)
+		defer end()
+		u.proxy.Serve(w, r.WithContext(ctx), v)
 	}
 	return true
 }
 
 // admit checks the token of a visit first, so that who has none learns nothing.
-func (u *urls) admit(w http.ResponseWriter, r *http.Request, v ingress.Visit) (done bool, err error) {
+func (u *urls) admit(w http.ResponseWriter, r *http.Request, v ingress.Visit) (by ingress.Token, done bool, err error) {
 	if v.Target == (ingress.Target{}) {
-		return false, fault.New(fault.NotFound, "this is no address of a server in a sandbox; ask for one with get_url")
+		return by, false, fault.New(fault.NotFound, "this is no address of a server in a sandbox; ask for one with get_url")
 	}
 	key, err := u.signing(r.Context())
 	if err != nil {
-		return false, err
+		return by, false, err
 	}
-	by, done, err := key.Admit(w, r, v, u.server.deps.Now())
+	by, done, err = key.Admit(w, r, v, u.server.deps.Now())
 	if done || err != nil {
-		return done, err
+		return by, done, err
 	}
 	rt, err := u.server.route(r.Context(), v.Sandbox)
 	switch {
@@ -100,7 +107,7 @@ func (u *urls) admit(w http.ResponseWriter, r *http.Request, v ingress.Visit) (d
 	case slices.ContainsFunc(rt.revoked, func(r sandbox.RevokedURL) bool { return r.ID == by.ID }):
 		err = fault.New(fault.PermissionDenied, "this address of %s was revoked; ask for another with get_url", v.Target)
 	}
-	return false, err
+	return by, false, err
 }
 
 // dial connects to a port of a sandbox.
@@ -162,14 +169,24 @@ func (s *Server) revokeURL(ctx context.Context, id, address string) error {
 	if err != nil {
 		return err
 	}
+	// Of one that has expired, or is about to, what is open ends on other servers
+	// too: the record has it until they have looked.
 	now := s.deps.Now()
+	until := token.Until
+	if least := now.Add(10 * routeFresh); until.Before(least) {
+		until = least
+	}
+	revoked := sandbox.RevokedURL{ID: token.ID, Until: until.UTC()}
 	_, err = s.deps.DB.UpdateSandbox(ctx, sb.ID, func(r *sandbox.Sandbox) error {
-		if r.End != nil || r.RevokeURL(sandbox.RevokedURL{ID: token.ID, Until: token.Until.UTC()}, now) {
+		if r.End != nil || r.RevokeURL(revoked, now) {
 			return nil
 		}
 		return fault.New(fault.QuotaExceeded, "too many addresses of sandbox %s are revoked and have not expired: stop it, or wait", sb.ID)
 	})
 	s.routes.drop(sb.ID)
+	if err == nil {
+		s.urls.visits.cut(sb.ID, []sandbox.RevokedURL{revoked})
+	}
 	return err
 }
 

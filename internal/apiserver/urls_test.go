@@ -184,6 +184,94 @@ func TestURLsAreRevoked(t *testing.T) {
 	}
 }
 
+// What is open by an address that is taken back ends, an answer that goes on and a
+// WebSocket, at once on the server that was asked and soon on others. Others stay.
+func TestRevokedURLsEndWhatIsOpen(t *testing.T) {
+	c := newCluster(t, 1)
+	c.inside(func(w http.ResponseWriter, r *http.Request) {
+		if r.Header.Get("Upgrade") == "" {
+			fmt.Fprintln(w, "begun")
+			_ = http.NewResponseController(w).Flush()
+			<-r.Context().Done()
+			return
+		}
+		conn, buf, err := http.NewResponseController(w).Hijack()
+		if err != nil {
+			t.Error(err)
+			return
+		}
+		defer conn.Close()
+		fmt.Fprint(buf, "HTTP/1.1 101 Switching Protocols\r\nConnection: Upgrade\r\nUpgrade: websocket\r\n\r\nbegun\n")
+		buf.Flush()
+		_, _ = io.Copy(io.Discard, buf)
+	})
+	dev := c.developer()
+	id := dev.mustCreate().GetId()
+	address, other := dev.mustURL(id, 8000), dev.mustURL(id, 8000)
+	elsewhere := strings.Replace(address, c.url, c.api(), 1)
+	if elsewhere == address {
+		t.Fatalf("the second server is the first, %s", address)
+	}
+	ends := map[string]chan error{}
+	for _, a := range []string{address, elsewhere, other} {
+		for _, upgrade := range []string{"", "websocket"} {
+			ends[a+" "+upgrade] = c.stay(a, upgrade)
+		}
+	}
+	if err := dev.revoke(id, address); err != nil {
+		t.Fatal(err)
+	}
+	for what, end := range ends {
+		if strings.HasPrefix(what, other) {
+			continue
+		}
+		select {
+		case <-end:
+		case <-time.After(10 * time.Second):
+			t.Errorf("%s goes on", what)
+		}
+	}
+	for what, end := range ends {
+		if !strings.HasPrefix(what, other) {
+			continue
+		}
+		select {
+		case err := <-end:
+			t.Errorf("%s ended: %v", what, err)
+		default:
+		}
+	}
+}
+
+// stay asks for an address, and tells when the answer, which has begun, ends.
+func (c *cluster) stay(address, upgrade string) (end chan error) {
+	c.t.Helper()
+	req, err := http.NewRequestWithContext(c.t.Context(), http.MethodGet, address, nil)
+	if err != nil {
+		c.t.Fatal(err)
+	}
+	if upgrade != "" {
+		req.Header.Set("Connection", "Upgrade")
+		req.Header.Set("Upgrade", upgrade)
+	}
+	res, err := c.http.Do(req)
+	if err != nil {
+		c.t.Fatal(err)
+	}
+	c.t.Cleanup(func() { res.Body.Close() })
+	if begun := make([]byte, 6); res.StatusCode != http.StatusOK && res.StatusCode != http.StatusSwitchingProtocols {
+		c.t.Fatal(res.Status)
+	} else if _, err := io.ReadFull(res.Body, begun); err != nil {
+		c.t.Fatal(err)
+	}
+	end = make(chan error, 1)
+	go func() {
+		_, err := io.Copy(io.Discard, res.Body)
+		end <- err
+	}()
+	return end
+}
+
 func TestURLsAreRefused(t *testing.T) {
 	c := newCluster(t, 1)
 	dev := c.developer()

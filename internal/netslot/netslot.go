@@ -213,9 +213,7 @@ func furnish() error {
 			return err
 		}
 	}
-	if err := SetCongestionControl(); err != nil {
-		return err
-	}
+	SetCongestionControl()
 	h, err := netlink.NewHandle(unix.NETLINK_ROUTE)
 	if err != nil {
 		return fmt.Errorf("open netlink: %w", err)
@@ -247,25 +245,23 @@ func furnish() error {
 }
 
 // SetCongestionControl has connections of the calling thread's namespace go by
-// CUBIC, or by Reno on a kernel without it. A namespace begins with the host's,
-// and a host that reaches far networks by BBR would pace bytes by timers between
-// a sandbox and its gateway, which are on one machine: that halves what a
-// connection carries.
-func SetCongestionControl() error {
+// CUBIC, or by Reno where the host does not let namespaces have that. A namespace
+// begins with the host's, and a host that reaches far networks by BBR would pace
+// bytes by timers between a sandbox and its gateway, which are on one machine: that
+// halves what a connection carries. Where the host allows neither, or has no such
+// setting, its own stays, and only speed suffers.
+func SetCongestionControl() {
 	const path = "/proc/sys/net/ipv4/tcp_congestion_control"
-	err := os.WriteFile(path, []byte("cubic"), 0)
-	if errors.Is(err, os.ErrNotExist) {
-		err = os.WriteFile(path, []byte("reno"), 0)
+	for _, name := range []string{"cubic", "reno"} {
+		if os.WriteFile(path, []byte(name), 0) == nil {
+			return
+		}
 	}
-	if err != nil {
-		return fmt.Errorf("set the congestion control of a network namespace: %w", err)
-	}
-	return nil
 }
 
 // LargeSegments lets TCP hand packets as large as the kernel takes over a slot's
-// pair, 512 KiB by IPv4, in place of 64 KiB. They never go further: each end is
-// where they are put together or read. It is called in the slot's namespace, for a
+// pair, 512 KiB by IPv4, in place of 64 KiB. One end makes them and the other takes
+// them apart, so they are on no network. It is called in the slot's namespace, for a
 // machine that has the host's kernel, before the guest's end is moved; who reads
 // packets from the link himself must have room for them. A kernel before 6.3
 // has nothing to set.

@@ -74,9 +74,7 @@ func (s stage) openNetwork() error {
 			return fmt.Errorf("set up a container's network: %w", err)
 		}
 	}
-	if err := netslot.SetCongestionControl(); err != nil {
-		return err
-	}
+	netslot.SetCongestionControl()
 	h, err := netlink.NewHandle(unix.NETLINK_ROUTE)
 	if err != nil {
 		return fmt.Errorf("open netlink: %w", err)

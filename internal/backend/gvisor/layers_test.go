@@ -160,11 +160,15 @@ func TestWaitsGoOn(t *testing.T) {
 func TestClocksFromTheStart(t *testing.T) {
 	w := newWorld(t, 2)
 	m := w.guest()
-	for name, m := range map[string]*being{"source": m, "child": m.fork(), "restored": w.create(m.snapshot(true))} {
+	ask := func(name string, m *being) {
+		t.Helper()
 		if missed := m.ask("clocks"); missed != "0" {
 			t.Errorf("%s: %s of 100 times the time is not there without a system call, or wrong", name, missed)
 		}
 	}
+	ask("source", m)
+	ask("child", m.fork())
+	ask("restored", w.create(m.snapshot(true)))
 }
 
 // TestForkOfBusyMachine forks while 64 threads write and asynchronous reads are

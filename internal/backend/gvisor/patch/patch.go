@@ -53,8 +53,8 @@ func Version() string { return Pinned + "+" + hash() }
 // Has reports whether a sentry of this version has the diffs.
 func Has(version string) bool { return strings.HasPrefix(version, Version()) }
 
-// hash names the module's version with the diffs, in twelve hexadecimal digits. It
-// is asked for several times a call.
+// hash names the module's version with the diffs, in twelve hexadecimal digits. Each
+// fork asks for it several times.
 var hash = sync.OnceValue(func() string {
 	h := sha256.New()
 	fmt.Fprintln(h, Module, Pinned)
