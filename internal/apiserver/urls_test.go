@@ -243,6 +243,32 @@ func TestRevokedURLsEndWhatIsOpen(t *testing.T) {
 	}
 }
 
+// One that has expired ends what is open by it, on other servers too.
+func TestExpiredURLsAreRevoked(t *testing.T) {
+	c := newCluster(t, 1)
+	c.inside(func(w http.ResponseWriter, r *http.Request) {
+		fmt.Fprintln(w, "begun")
+		_ = http.NewResponseController(w).Flush()
+		<-r.Context().Done()
+	})
+	dev := c.developer()
+	id := dev.mustCreate().GetId()
+	address, err := dev.url(id, 8000, durationpb.New(time.Minute))
+	if err != nil {
+		t.Fatal(err)
+	}
+	end := c.stay(strings.Replace(address, c.url, c.api(), 1), "")
+	c.ahead.Store(int64(2 * time.Minute))
+	if err := dev.revoke(id, address); err != nil {
+		t.Fatal(err)
+	}
+	select {
+	case <-end:
+	case <-time.After(10 * time.Second):
+		t.Error("what is open by an expired address goes on after it was revoked")
+	}
+}
+
 // stay asks for an address, and tells when the answer, which has begun, ends.
 func (c *cluster) stay(address, upgrade string) (end chan error) {
 	c.t.Helper()
